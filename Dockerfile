@@ -14,7 +14,6 @@ FROM development AS nsa
 COPY packages /opt/nsa-train/packages
 # What nsa_train/shipped links to.
 COPY configs /opt/nsa-train/configs
-COPY tests/data/fixtures /opt/nsa-train/tests/data/fixtures
 RUN pip install /opt/nsa-train/packages/nsa-attention '/opt/nsa-train/packages/nsa-train[train,hf,ops]' && useradd --uid 1000 --create-home nsa
 USER 1000
 WORKDIR /home/nsa

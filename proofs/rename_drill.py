@@ -1,7 +1,7 @@
 """Renames private functions and local variables at random in a copy of the checkout, and shows what breaks.
 
     python -m proofs.rename_drill                    ten names, those of seed 0
-    python -m proofs.rename_drill 30 --seed 7 --tests tests/core tests/data
+    python -m proofs.rename_drill 30 --seed 7 --tests tests/nsa/core tests/nsa_train/data
     python -m proofs.rename_drill --tests            without tests
 
 Names of functions are replaced wherever they stand in Python and Markdown, those of variables in their function. The
@@ -118,9 +118,9 @@ def tests_of(root: Path, renamings: list[Renaming]) -> list[str]:
     """Folders of tests that mirror those of the renamed."""
     folders = set()
     for renaming in renamings:
-        package = renaming.file.parent.relative_to(root).parts[1:]
+        package = renaming.file.parent.relative_to(root).parts[2:]  # below packages/NAME
         mirrored = (root.joinpath("tests", *package[:depth]) for depth in range(len(package), 0, -1))
-        folders |= {next((str(folder.relative_to(root)) for folder in mirrored if folder.is_dir()), "tests/core")}
+        folders |= {next((str(folder.relative_to(root)) for folder in mirrored if folder.is_dir()), "tests/nsa/core")}
     return sorted(folders)
 
 

@@ -17,26 +17,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = (
     "tests/proofs/drill/chaos/test_chaos.py",  # this and the next eight: at night
     "tests/experiments/test_miniature.py",
-    "tests/kernels/test_sanitizers.py",
+    "tests/nsa/kernels/test_sanitizers.py",
     "tests/ops/test_slurm.py",
     "tests/ops/test_ssh.py",
     "tests/ops/test_alerts_live.py",
-    "tests/kernels/test_triton_drill.py",
+    "tests/nsa/kernels/test_triton_drill.py",
     "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
     "tests/docs/test_runbook.py",
     "tests/proofs/drill/test_drill.py",
-    "tests/kernels/test_backends.py",
-    "tests/train/engine/test_transformer.py",
+    "tests/nsa/kernels/test_backends.py",
+    "tests/nsa_train/train/engine/test_transformer.py",
     "tests/test_wheel.py",
-    "tests/train/engine/test_bad_step_hook.py",
-    "tests/train/test_kill_and_resume.py",
-    "tests/train/test_parallel.py",
-    "tests/train/test_resume.py",
-    "tests/train/test_dry_run_process.py",
-    "tests/verify/test_gpu_check.py",
-    "tests/train/launch/test_rendezvous.py",
-    "tests/train/test_signal_handlers.py",
-    "tests/train/launch/test_launcher.py",
+    "tests/nsa_train/train/engine/test_bad_step_hook.py",
+    "tests/nsa_train/train/test_kill_and_resume.py",
+    "tests/nsa_train/train/test_parallel.py",
+    "tests/nsa_train/train/test_resume.py",
+    "tests/nsa_train/train/test_dry_run_process.py",
+    "tests/nsa/verify/test_gpu_check.py",
+    "tests/nsa_train/train/launch/test_rendezvous.py",
+    "tests/nsa_train/train/test_signal_handlers.py",
+    "tests/nsa_train/train/launch/test_launcher.py",
 )
 
 
@@ -63,4 +63,4 @@ pytest_plugins = [
     "tools.gate_times",  # --times=FILE
 ]
 # vLLM has an environment of its own (.ci/install-vllm), in which CI runs these.
-collect_ignore = [] if find_spec("vllm") else ["vllm"]
+collect_ignore = [] if find_spec("vllm") else ["nsa/vllm"]

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from tests import fork_server
-from tests.train.runs import environment
+from tests.nsa_train.train.runs import environment
 
 TELL = """
 import json, os, sys, threading

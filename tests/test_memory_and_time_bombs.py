@@ -22,8 +22,8 @@ from nsa.errors import ExitCode
 from nsa_train import names
 from nsa_train.data.tokenizer import ByteTokenizer
 from tests import fork_server
-from tests.checkpoint.test_attacks import commit as commit_step
 from tests.fuzz.campaign import memory_limit
+from tests.nsa_train.checkpoint.test_attacks import commit as commit_step
 from tests.trained_runs import write_run
 
 pytest.importorskip("transformers", reason="exported folders are in the hf extra")

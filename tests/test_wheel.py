@@ -49,7 +49,8 @@ def test_the_wheels_are_small_and_carry_the_package_every_config_and_the_corpus(
             assert all(name.startswith(package) or ".dist-info/" in name for name in archive.namelist())
     shipped = {name.removeprefix(SHIPPED): data for name, data in content.items() if name.startswith(SHIPPED)}
     sources = {f"configs/{file.relative_to(ROOT / 'configs')}": file for file in (ROOT / "configs").rglob("*.yaml")}
-    sources |= {f"text/{name}": ROOT / "tests/data/fixtures" / name for name in ("debian_docs.parquet", "NOTICES.txt")}
+    text = ROOT / "packages/nsa-train/nsa_train/shipped/text"
+    sources |= {f"text/{name}": text / name for name in ("debian_docs.parquet", "NOTICES.txt", "README.md")}
     for name, file in sources.items():
         assert shipped.pop(name) == file.read_bytes()
     assert list(shipped) == ["__init__.py"]

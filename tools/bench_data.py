@@ -32,11 +32,11 @@ from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, VALIDATION, Sha
 from nsa_train.data.shards.reader import ShardReader
 from nsa_train.data.shards.writer import ShardInfo, ShardWriter
 from nsa_train.data.tokenizer import start_tokenizer_worker, train_bpe
+from nsa_train.shipped import CORPUS
 from nsa_train.storage import StorageFolder
 
 VOCAB = 32_768
 BATCH_DOCUMENTS = 128
-CORPUS = Path(__file__).parents[1] / "tests" / "data" / "fixtures" / "debian_docs.parquet"
 
 
 def report(name: str, value: str, target: str = "") -> None:

@@ -19,6 +19,7 @@ import torch
 from nsa_train.config import load
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.shipped import CORPUS
 from nsa_train.train import datasets
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import BETAS, build_train_module
@@ -84,7 +85,7 @@ def main() -> None:
     for _ in range(ROUNDS):
         gc.collect()
         with tempfile.TemporaryDirectory() as folder:
-            changes = ["data.dataset=local", f"data.path={ROOT}/tests/data/fixtures/debian_docs.parquet",
+            changes = ["data.dataset=local", f"data.path={CORPUS}",
                        f"train.out_dir={folder}/run", f"train.steps={STEPS}", f"train.log_every={WARM}",
                        "train.eval_every=0", "train.save_every=0", "runtime.threads=1", "data.warmup_batches=4",
                        "train.warmup_steps=0", "train.batch_size=4"]  # fmt: skip

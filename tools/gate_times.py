@@ -3,7 +3,7 @@
     python -m tools.gate_times                               the table of the last run (artifacts/gate_times.jsonl)
     python -m tools.gate_times FILE --top 40                 another file, longer lists
     python -m tools.gate_times --first-step                  CPU time of a training process up to its first step
-    pytest --times=FILE tests/config                         records of any tests
+    pytest --times=FILE tests/nsa_train/config                         records of any tests
 
 The file has one JSON object per line: `.ci/steps.sh` appends the steps, and this module, as a plugin of pytest, the
 tests, fixtures and processes. CPU time is that of the test process and of the processes that it waited for, those of

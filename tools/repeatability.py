@@ -16,7 +16,7 @@ from itertools import product
 import torch
 
 from tests.backends import RUN_HERE
-from tests.core.test_repeatability import KINDS, LOSSES, gradients, model_gradients
+from tests.nsa.core.test_repeatability import KINDS, LOSSES, gradients, model_gradients
 
 
 def distinct(compute: Callable[[], bytes], threads: int, runs: int) -> int:

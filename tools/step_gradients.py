@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.train.divided_steps import differences
-from tests.train.test_divided_steps import LIMIT, all_cases
+from tests.nsa_train.train.divided_steps import differences
+from tests.nsa_train.train.test_divided_steps import LIMIT, all_cases
 
 
 def main() -> int:

@@ -10,7 +10,7 @@
 No GPU is needed. `run` fails if a figure is out of its limit or the emulator reports a finding. Existing kernel tests
 run in the emulator too:
 
-    NSA_EMULATE=sm_80 pytest tests/kernels/test_backends.py -k "triton and matches_reference and tiny"
+    NSA_EMULATE=sm_80 pytest tests/nsa/kernels/test_backends.py -k "triton and matches_reference and tiny"
 """
 
 import argparse

@@ -17,18 +17,18 @@ from nsa.kernels.cpu import build
 from proofs.sanitize_cpu import sanitizers
 
 ROOT = Path(__file__).parents[2]
-SHORT = ("tests/kernels/sanitized_arguments.py",)
+SHORT = ("tests/nsa/kernels/sanitized_arguments.py",)
 WHOLE = (
     *SHORT,
-    "tests/kernels/test_cpu.py",
-    "tests/kernels/test_cpu_decoder.py",
-    "tests/kernels/test_mix.py",
-    "tests/core/test_kv_cache.py",
-    "tests/core/test_paged_cache.py",
-    "tests/core/test_merged_attention.py",
+    "tests/nsa/kernels/test_cpu.py",
+    "tests/nsa/kernels/test_cpu_decoder.py",
+    "tests/nsa/kernels/test_mix.py",
+    "tests/nsa/core/test_kv_cache.py",
+    "tests/nsa/core/test_paged_cache.py",
+    "tests/nsa/core/test_merged_attention.py",
 )
 # It starts a process of its own, in which the kernels are the usual ones.
-DESELECTED = "tests/kernels/test_cpu.py::test_kernels_start_no_threads_beside_torchs_own"
+DESELECTED = "tests/nsa/kernels/test_cpu.py::test_kernels_start_no_threads_beside_torchs_own"
 
 
 def pytest_command(name: str, short: bool, words: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hf.tiny_model import byte_tokenizer, tiny_model
+from tests.nsa.hf.tiny_model import byte_tokenizer, tiny_model
 
 PAGE = Path(__file__).parents[2] / "docs" / "TRANSFORMERS.md"
 BLOCKS = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Fuzz targets: arguments of `nsa_attention` and of the KV cache; known attacks are in `tests/core`.
+"""Fuzz targets: arguments of `nsa_attention` and of the KV cache; known attacks are in `tests/nsa/core`.
 
 Oracles: the reference implementation, and a forward pass over the tokens that a cache should hold.
 """

@@ -20,9 +20,9 @@ from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, 
 from nsa_train.data.shards.reader import ShardReader
 from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa_train.storage import StorageFolder
-from tests.data.shard_sets import documents, write_set
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import edited_folder, edits_of_folder, json_bytes, mutated_bytes, mutated_json
+from tests.nsa_train.data.shard_sets import documents, write_set
 from tests.trained_runs import files_of
 
 DOCUMENTS = documents(60)

@@ -19,8 +19,8 @@ from nsa_train.observe.records import LONGEST_LINE
 from nsa_train.observe.watch.tail import RecordTail
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import json_bytes, mutated_bytes, mutated_json
-from tests.observe.damaged import RECORDED, copy_run, damage
-from tests.observe.test_damaged_run_folders import read_everywhere
+from tests.nsa_train.observe.damaged import RECORDED, copy_run, damage
+from tests.nsa_train.observe.test_damaged_run_folders import read_everywhere
 
 BEATS = (RECORDED / names.heartbeat(0)).read_bytes().splitlines()
 EVENTS = (RECORDED / names.EVENTS).read_bytes().splitlines()

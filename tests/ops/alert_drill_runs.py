@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
-from tests.train.faulty_runs import Fault, _plant
-from tests.train.runs import Job, _rank, write_config
+from tests.nsa_train.train.faulty_runs import Fault, _plant
+from tests.nsa_train.train.runs import Job, _rank, write_config
 
 FAULT_AT = 12
 """The batch at which a run goes wrong: watchers have seen it well before."""

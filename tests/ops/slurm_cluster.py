@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.train.runs import ROOT, environment, free_port
+from tests.nsa_train.train.runs import ROOT, environment, free_port
 
 WAIT_S = 300.0
 """Of a loaded machine; nothing here takes a minute on a quiet one."""

@@ -16,8 +16,8 @@ from nsa_train.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, RULES, 
 from nsa_train.observe.export.run_metrics import CountedHistory, samples
 from nsa_train.observe.watch.conditions import CONDITIONS
 from nsa_train.observe.watch.history import ClockReading
-from tests.observe import recorded
-from tests.observe.recorded import HEALTHY, UNWELL, Recording
+from tests.nsa_train.observe import recorded
+from tests.nsa_train.observe.recorded import HEALTHY, UNWELL, Recording
 from tests.ops.needs import programs
 
 OPS = Path(__file__).parents[2] / "ops"

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.nsa_train.train.runs import ROOT, environment, free_port
 from tests.ops.alert_drill_runs import RUNS
 from tests.ops.needs import programs
-from tests.train.runs import ROOT, environment, free_port
 
 pytestmark = pytest.mark.nightly  # daemons and real runs against the clock: DEADLINE_S of waiting
 SPEED = 20

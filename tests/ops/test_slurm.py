@@ -10,9 +10,9 @@ from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.observe.events import EventKind, read_events
 from nsa_train.observe.heartbeat import last_beat, read_beats
 from nsa_train.train.launch.launcher import LOGS
+from tests.nsa_train.train.runs import ROOT, write_config
 from tests.ops.needs import programs, root
 from tests.ops.slurm_cluster import SlurmCluster, SlurmJob
-from tests.train.runs import ROOT, write_config
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]  # several waits of at most slurm_cluster.WAIT_S
 SCRIPT = ROOT / "ops/slurm/train.sbatch"

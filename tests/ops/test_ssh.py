@@ -18,8 +18,8 @@ from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.observe.heartbeat import last_beat, read_beats
 from nsa_train.train.launch.launcher import LOGS
+from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 from tests.ops.needs import programs, root
-from tests.train.runs import ROOT, environment, free_port, write_config
 
 pytestmark = pytest.mark.nightly
 SCRIPT = ROOT / "ops/ssh/remote.sh"

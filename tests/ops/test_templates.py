@@ -13,8 +13,8 @@ from nsa_train.cli.main import app
 from nsa_train.config import load
 from nsa_train.train.launch.rank_outcome import FINAL_EXITS, RETRYABLE_EXITS
 from tests.docs.blocks import tokenizer_command
+from tests.nsa_train.train.runs import ROOT
 from tests.ops.needs import programs
-from tests.train.runs import ROOT
 
 JOBSET = ROOT / "ops/kubernetes/jobset.yaml"
 SKY = ROOT / "ops/skypilot/train.yaml"

@@ -187,12 +187,12 @@ def test_cpp_patterns_match_once_too(tree):
 
 
 def test_tests_are_named_as_far_as_they_are_unique(tmp_path):
-    for path in ("tests/core/test_loss.py", "packages/a/tests/model/test_loss.py", "tests/core/test_rope.py"):
+    for path in ("tests/nsa/core/test_loss.py", "packages/a/tests/model/test_loss.py", "tests/nsa/core/test_rope.py"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("def test_it():\n    pass\n")
     files = TestFiles(tmp_path)
     assert files.arguments(("test_rope.py::test_it[1]", "-k", "x")) == [
-        "tests/core/test_rope.py::test_it[1]",
+        "tests/nsa/core/test_rope.py::test_it[1]",
         "-k",
         "x",
     ]

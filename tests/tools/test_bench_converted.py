@@ -13,7 +13,7 @@ from nsa_train.convert.dense.conversion_record import CONVERSION
 from nsa_train.convert.dense.convert_folder import convert_folder
 from nsa_train.infer.layer_variants import with_layer_kinds
 from nsa_train.infer.load_model import load_model
-from tests.convert.dense_sources import save_dense, token_ids
+from tests.nsa_train.convert.dense_sources import save_dense, token_ids
 from tools import bench_converted
 
 SMALL = ["--lengths", "40,100", "--tokens", "2", "--rounds", "2", "--threads", "1", "--chunk", "64"]

@@ -2,7 +2,8 @@
 
 This is the only list of the tensors that a forward pass saves for backward. The attention operators save the same ones
 with every backend (`nsa.kernels.ops`); backends differ in their temporary memory, `workspace_bytes`. Numbers are bytes
-for one rank's forward pass of B rows of S tokens. tests/planning/test_activations.py compares them with an allocator.
+for one rank's forward pass of B rows of S tokens. tests/nsa_train/planning/test_activations.py compares them with an
+allocator.
 
 D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H heads · G kv groups · K key dim
 """

@@ -1,6 +1,6 @@
 """Bytes that the collectives of a step move, by purpose: weights and gradients, tensor and context parallelism.
 
-Bytes are those of whole tensors, as `nsa_train.planning.step_counts` counts them, on rank 0. tests/planning/
+Bytes are those of whole tensors, as `nsa_train.planning.step_counts` counts them, on rank 0. tests/nsa_train/planning/
 test_collective_bytes.py compares them with a simulated step of the training engine.
 """
 

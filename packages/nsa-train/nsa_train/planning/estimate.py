@@ -1,7 +1,8 @@
 """Memory estimate and cost of a run from its config: parameters, FLOPs, memory, checkpoint size, time, price.
 
 Weights, gradients and optimizer states are exact. The activation memory estimate is compared with measurements in
-tests/planning/test_activations.py. Time and price depend on the kernel backend (`nsa_train.planning.step_time`).
+tests/nsa_train/planning/test_activations.py. Time and price depend on the kernel backend
+(`nsa_train.planning.step_time`).
 Frozen parameters (`train.trainable`) have no gradients and no optimizer states; FLOPs and collectives are counted as if
 all were trained, so that the time of such a run is an upper bound.
 """

@@ -1,7 +1,7 @@
 """Preflight rules: what a run must satisfy before it starts. Pure functions of the collected facts.
 
 Most rules apply to long runs only, where a mistake costs days: 24.5 GPU-hours were once spent on a toy model in fp32
-with checkpoints disabled. To add a rule, add it to RULES here and a case to tests/planning/test_preflight.py.
+with checkpoints disabled. To add a rule, add it to RULES here and a case to tests/nsa_train/planning/test_preflight.py.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ _FOLDER = Path(__file__).parent
 
 CONFIGS = (_FOLDER / "configs").resolve()
 """Folder of the example configs, with the hardware profiles in `profiles/`."""
-CORPUS_IN_CHECKOUT = "tests/data/fixtures/debian_docs.parquet"
+CORPUS_IN_CHECKOUT = "packages/nsa-train/nsa_train/shipped/text/debian_docs.parquet"
 """Path of the corpus as configs and docs name it, relative to a checkout."""
 CORPUS = (_FOLDER / "text" / "debian_docs.parquet").resolve()
 """English documentation, 5 MB of text, in the columns of FineWeb-Edu."""

@@ -10,7 +10,7 @@ from pathlib import Path
 class StartOptions:
     """`to_args` writes the options as arguments of `nsa train`, whose command line is the way back.
 
-    A field added here must be an option of both commands: tests/cli/test_start_options.py checks every field.
+    A field added here must be an option of both commands: tests/nsa_train/cli/test_start_options.py checks every field.
     """
 
     resume: bool = False

@@ -1,7 +1,8 @@
 """Adapter to the training engine (OLMo-core): the only package that imports `olmo_core`.
 
 The rest of `nsa_train.train` uses these modules and the public names below. Everything that overrides or touches a
-private member of the engine is here, and each such use has a test of its own in tests/train/engine/test_contract.py:
+private member of the engine is here, and each such use has a test of its own in
+tests/nsa_train/train/engine/test_contract.py:
 
 - `mixer`: `SequenceMixer` and `SequenceMixerConfig`, registered as "nsa".
 - `transformer`: `Transformer`; overrides `_prepare_inputs`, `apply_compile`, `apply_cp`, `init_weights`, where it

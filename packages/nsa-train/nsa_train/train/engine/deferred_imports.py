@@ -6,8 +6,8 @@ stand-ins for these modules. Each has the names of `DEFERRED_NAMES`, which impor
 and of which nothing is an instance before; every other attribute imports the real module at once. Afterwards the
 stand-ins are gone from `sys.modules`: everybody else, torch included, imports the real modules.
 
-A module that is loaded already stays what it is. tests/train/engine/test_deferred_imports.py fails by name when an
-upgrade of the engine uses one of the names in another way than to call it.
+A module that is loaded already stays what it is. tests/nsa_train/train/engine/test_deferred_imports.py fails by name
+when an upgrade of the engine uses one of the names in another way than to call it.
 """
 
 import functools

@@ -1,5 +1,0 @@
-"""Transformers must not ask the network for anything."""
-
-from tests.hf.conftest import offline
-
-__all__ = ["offline"]

@@ -1,0 +1,255 @@
+"""What a layer launches on a GPU, and what it must not do between launches, shown on fake CUDA tensors.
+
+Kernels are recorded, not run. Torch operations that copy or compute count as launches; views and allocations do not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nsa.core.document_layout import packed_layout, plain_layout
+from nsa.core.nsa_attention import NSAAttention
+from nsa.geometry import Geometry
+from nsa.kernels import ops
+from nsa.kernels import triton as backend
+from tests.nsa.kernels.fake_gpu import IndexingWithoutDevice
+from tests.shapes import GEOMETRIES, attention_args
+
+pytest.importorskip("triton", reason="it is in the dev extra")
+import triton
+
+from nsa.kernels.triton import tuning
+from nsa.kernels.triton.block_index import build_block_index
+from proofs.perf_model.torch_ops import OperationTally
+from tests.nsa.kernels.launch_recorder import RecordedLaunch, launch_counts, recorded_launches, tensors_of
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not launched")
+
+GEOMETRY = Geometry(**GEOMETRIES["seed"])
+DEVICE = torch.device("cuda:1")
+HEADS, GROUPS, WIDTH = 12, 2, 64
+INDEX = ("sort_chunks", "rank_chunks", "place_chunks", "place_windows", "fill")
+FORWARD = {"bounds": 2, "range_forward": 2, "select": 1, **dict.fromkeys(INDEX, 1), "selected_forward": 1,
+           "merge_slots": 1, "mix_forward": 1}  # fmt: skip
+BACKWARD = {"mix_backward": 1, "bounds": 2, "range_dq": 2, "seen_by": 2, "range_dkv": 2, "add_parts": 2, "delta": 1,
+            **dict.fromkeys(INDEX, 1), "selected_backward": 1, "add_slots": 1, "add_pieces": 1}  # fmt: skip
+MOST_TORCH_OPS_OF_DECODE = 160  # of a module: projections, RoPE, gates, and writing the cache
+BYTES_PER_CHOSEN_BLOCK = 64
+DECODE = {"decode_compressed": 1, "decode_score": 1, "decode_raw": 1, "decode_merge": 1, "mix_forward": 1}
+
+
+class DeviceGuards:
+    """Replaces `torch.cuda.device`, which the CPU build of torch cannot enter."""
+
+    def __init__(self) -> None:
+        self.current = [torch.device("cuda:0")]
+
+    @contextmanager
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        self.current.append(torch.device(device))
+        yield
+        self.current.pop()
+
+
+class OnDeviceOnly(TorchDispatchMode):
+    """Refuses operations on the host's memory: a copy from or to it stalls, and cannot be captured in a CUDA graph.
+    Operations that read values of a GPU's tensors, or whose shapes depend on them, fake tensors refuse by themselves.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs or {}, out)):
+            assert not isinstance(x, Tensor) or x.device.type == "cuda", f"{func} uses a tensor on {x.device}"
+        return out
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    with IndexingWithoutDevice(), FakeTensorMode():
+        yield
+
+
+class FakeGpu:
+    """Kernels launched on fake CUDA tensors inside `run`, the current device at each launch, and torch's operations."""
+
+    def __init__(self) -> None:
+        self.guards, self.devices, self.torch_ops = DeviceGuards(), [], 0
+        self.launches: list[RecordedLaunch] = []
+
+    @contextmanager
+    def run(self, host_too: bool = False) -> Iterator[None]:
+        with (
+            mock.patch.object(torch.cuda, "device", self.guards),
+            recorded_launches(lambda: self.devices.append(self.guards.current[-1])) as launches,
+            nullcontext() if host_too else OnDeviceOnly(),
+            OperationTally() as tally,
+        ):
+            yield
+        self.launches, self.torch_ops = launches, tally.launches
+
+
+class AttentionLayer(NamedTuple):
+    """Inputs of a layer's operators; the operators' own functions are called, as a GPU's dispatcher would."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    compressed: tuple[Tensor, Tensor]
+    gates: Tensor
+    pos: Tensor
+    start: Tensor
+    first: Tensor
+
+    @classmethod
+    def fake(
+        cls, length: int, packed: bool = True, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH,
+        heads_first: bool = False,
+    ) -> "AttentionLayer":  # fmt: skip
+        """`heads_first`: tokens lie side by side in memory, as in caches and in other attention libraries."""
+
+        def rows(n: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            if not heads_first:
+                return torch.empty(1, n, *shape, dtype=dtype, device=DEVICE)
+            made = torch.empty(1, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
+            return made.movedim(-2, 1)
+
+        if packed:
+            layout = packed_layout(torch.empty(5, dtype=torch.int32, device=DEVICE), length, GEOMETRY)
+        else:
+            layout = plain_layout(1, length, GEOMETRY, DEVICE)
+        n_compressed, of_group = layout.begin_BC.shape[1], (groups, heads // groups)
+        k, v, *compressed = (rows(n, groups, width) for n in (length, length, n_compressed, n_compressed))
+        gates = torch.empty(1, length, *of_group, 3, device=DEVICE)
+        return cls(rows(length, *of_group, width), k, v, tuple(compressed), gates, *layout[:3])
+
+    def forward(self) -> list[tuple[Tensor, ...]]:
+        rest = (GEOMETRY.ints, 0.125, "triton")
+        out, lse, idx = ops._compressed_and_select._init_fn(self.q, *self.compressed, self.pos, self.first, *rest)
+        where = (self.pos, self.start)
+        selected = ops._attend._init_fn(self.q, self.k, self.v, idx, *where, "selected", *rest)
+        sliding = ops._attend._init_fn(self.q, self.k, self.v, None, *where, "sliding", *rest)
+        mixed = ops._mix._init_fn(self.gates, out, selected[0], sliding[0], "triton")
+        return [(out, lse, idx), selected, sliding, (mixed,)]
+
+    def backward(self, made: list[tuple[Tensor, ...]]) -> None:
+        (out, lse, idx), selected, sliding, (mixed,) = made
+        dmixed = torch.empty_like(mixed)
+        outs = (out, selected[0], sliding[0])
+        _, *douts = ops._mix_backward._init_fn(dmixed, self.gates, *outs, "triton")
+        rest = (GEOMETRY.ints, 0.125, "triton")
+        where = (self.pos, self.start)
+        back = ops._attend_backward._init_fn
+        for branch, keys, idx_or_none, (o, l), dout in (
+            ("compressed", (*self.compressed,), None, (out, lse), douts[0]),
+            ("selected", (self.k, self.v), idx, selected, douts[1]),
+            ("sliding", (self.k, self.v), None, sliding, douts[2]),
+        ):
+            at = (self.pos, self.first) if branch == "compressed" else where
+            back(dout, self.q, *keys, idx_or_none, *at, o, l, None, branch, *rest)
+
+
+@pytest.mark.parametrize(("length", "packed"), [(2048, True), (8192, True), (5000, False)])
+def test_launches_of_a_layer(length, packed):
+    """No torch operation beside them: every one of these would be a launch, too."""
+    with fake_tensors():
+        layer, forward, backward = AttentionLayer.fake(length, packed=packed), FakeGpu(), FakeGpu()
+        with forward.run():
+            made = layer.forward()
+        with backward.run():
+            layer.backward(made)
+    assert dict(launch_counts(forward.launches)) == FORWARD
+    found = launch_counts(backward.launches)
+    assert dict(found) == BACKWARD
+    assert forward.torch_ops == backward.torch_ops == 0
+
+
+def test_every_operator_launches_on_the_device_of_its_tensors():
+    with fake_tensors():
+        layer, gpu = AttentionLayer.fake(2048), FakeGpu()
+        with gpu.run():
+            layer.backward(layer.forward())
+            ops._select._init_fn(layer.q, layer.compressed[0], layer.pos, layer.first, GEOMETRY.ints, 0.125, "triton")
+    assert len(gpu.devices) == len(gpu.launches) > 30
+    assert set(gpu.devices) == {DEVICE}
+    assert gpu.guards.current == [torch.device("cuda:0")]
+
+
+def fake_attention(heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> NSAAttention:
+    sizes = attention_args("seed", (heads, groups), dim=768, d_k=width, d_v=width)
+    with torch.device("meta"):
+        module = NSAAttention(**sizes, kernels="triton")
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(torch.empty(parameter.shape, device=DEVICE, dtype=torch.bfloat16)))
+    return module.eval()
+
+
+def decoded(batch: int, room: int, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> FakeGpu:
+    """The attention of one new token per row, of a cache for `room` tokens."""
+    with fake_tensors(), torch.no_grad():
+        cache, rows = fake_attention(heads, groups, width).new_cache(batch, room), (batch, 1, groups, heads // groups)
+        q = torch.empty(*rows, width, dtype=torch.bfloat16, device=DEVICE)
+        gates, gpu = torch.empty(*rows, 3, device=DEVICE), FakeGpu()
+        sizes = dict(heads_per_group=heads // groups, means=True, geometry=GEOMETRY, scale=0.125)
+        decoder = cache.decoder(backend.TritonDecoder, **sizes)
+        with gpu.run():
+            decoder.attend(q, gates)
+    return gpu
+
+
+def test_launches_of_a_decoding_step():
+    """Five kernels, whatever the lengths, on the cache's device, and no torch operation."""
+    gpu = decoded(4, 1024)
+    assert dict(launch_counts(gpu.launches)) == DECODE
+    assert gpu.torch_ops == 0
+    assert set(gpu.devices) == {DEVICE}
+
+
+def test_a_decoding_step_of_a_module_reads_no_value():
+    """Projections, RoPE, the cache and attention: no value is read, nothing depends on values. RoPE's tables come from
+    the host here: a fake device keeps none."""
+    with fake_tensors(), torch.no_grad():
+        attention = fake_attention()
+        cache, x = attention.new_cache(4, 1024), torch.empty(4, 1, 768, dtype=torch.bfloat16, device=DEVICE)
+        steps = [FakeGpu(), FakeGpu(), FakeGpu()]
+        for gpu in steps:
+            with gpu.run(host_too=True):
+                attention(x, cache=cache)
+    assert [dict(launch_counts(gpu.launches)) for gpu in steps] == [DECODE] * 3
+    assert steps[1].torch_ops == steps[2].torch_ops <= MOST_TORCH_OPS_OF_DECODE
+    # The same addresses and sizes at every step, but for fresh results: fit to be captured once and replayed.
+    kept = [sorted((x.kernel, n, v) for x in gpu.launches for n, v in x.arguments.items() if isinstance(v, int | float))
+            for gpu in steps[1:]]  # fmt: skip
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("length", [2**14, 2**16, 2**18, 2**20, 2**21, 2**22])
+def test_the_block_index_takes_memory_in_proportion_to_the_chosen_blocks(length):
+    """Of a span of 65,536 queries over all keys: never queries × windows of keys, which is gigabytes at 1M tokens."""
+    n_queries, gpu = min(length, 65536), FakeGpu()
+    with fake_tensors():
+        idx = torch.empty(1, n_queries, GROUPS, GEOMETRY.n_sel, dtype=torch.int32, device=DEVICE)
+        pos, start = (torch.empty(1, n_queries, dtype=torch.int64, device=DEVICE) for _ in range(2))
+        with gpu.run():
+            build_block_index(idx, pos, start, GEOMETRY.l_sel, length)
+    made = {id(x): x.nbytes for launch in gpu.launches for x in tensors_of(launch)}
+    taken = sum(made.values()) - sum(x.nbytes for x in (idx, pos, start))
+    assert taken / idx.numel() <= BYTES_PER_CHOSEN_BLOCK
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "sm_80"), (1, "sm_90")])
+def test_tiles_are_those_of_the_gpu_of_the_tensors(index, name, monkeypatch):
+    """One process, two kinds of GPU: the current one is asked, which is the tensors' (see the tests above)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: index)
+    monkeypatch.setattr(tuning, "_architecture", {0: "sm_80", 1: "sm_90"}.__getitem__)
+    assert tuning.choose("range_forward", 64) == tuning.choose("range_forward", 64, name)
+    assert tuning.limits_here().name == name

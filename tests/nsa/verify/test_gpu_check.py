@@ -1,0 +1,332 @@
+"""GPU check, rehearsed on a CPU: correct kernels hold, planted bugs fail exactly their rows."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa.bench import machine as devices
+from nsa.bench.case import BenchTask
+from nsa.bench.shapes import SHAPES
+from nsa.check.gpu_check import report as records
+from nsa.check.gpu_check import speed
+from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
+from nsa.check.gpu_check.report import GpuCheckReport, read_result
+from nsa.check.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
+from nsa.check.gpu_check.sizes import on_gpu, rehearsal
+from nsa.errors import ConfigError
+from nsa.kernels import ops, portable
+from nsa.kernels.gpu_versions import device_named
+from nsa.kernels.self_check.comparison import blocks_error
+
+ROOT = Path(__file__).parents[3]
+
+pytest.importorskip("triton", reason="it is in the dev extra")
+
+
+def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
+    environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "nsa_train.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def rehearsed(out: Path, *words: str, root: Path = ROOT) -> tuple[int, dict, str]:
+    """Exit code, record and what was printed."""
+    running = command("--rehearse", "--out", str(out), *words, root=root)
+    output, _ = running.communicate(timeout=580)
+    file = out / "gpu_check_rehearsal.json"
+    assert file.exists(), output
+    return running.returncode, json.loads(file.read_text()), output
+
+
+def claims(record: dict, verdict: CheckStatus) -> set[str]:
+    return {f"{row['subject']}: {row['claim']}" for row in record["rows"] if row["verdict"] == verdict}
+
+
+def planted(tmp_path: Path, **bugs: str) -> Path:
+    """A copy of the package whose launchers (module name → code) are followed by other ones."""
+    shutil.copytree(
+        ROOT / "packages/nsa-attention/nsa", tmp_path / "copy" / "nsa", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for module, code in bugs.items():
+        with (tmp_path / "copy" / "nsa" / "kernels" / "triton" / f"{module}.py").open("a") as file:
+            file.write(textwrap.dedent(code))
+    return tmp_path / "copy"
+
+
+@pytest.mark.nightly  # parts of it run in the tests below
+@pytest.mark.timeout(600)
+def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path):
+    code, record, output = rehearsed(tmp_path, "--full")
+    assert claims(record, CheckStatus.FAILS) == set(), output
+    assert code == 0
+    assert {row["subject"] for row in record["rows"]} == set(SUBJECTS)
+    waiting = claims(record, CheckStatus.NEEDS_GPU)
+    for what in ("GPU, capability", "second stream", "second device", "make the host wait", "replayed step"):
+        assert any(what in claim for claim in waiting), what
+        assert not any(what in claim for claim in claims(record, CheckStatus.HOLDS)), what
+    for row in record["rows"]:
+        if row["verdict"] == CheckStatus.HOLDS and row["limit"] is not None:
+            assert row["measured"] <= row["limit"]
+    page = (tmp_path / "gpu_check_rehearsal.md").read_text()
+    assert page.startswith("# REHEARSAL")
+    assert "nsa gpu-check --rehearse" in page
+    assert "| triton |" in page  # the benchmark's table
+    with pytest.raises(ConfigError):
+        read_result(tmp_path / "gpu_check_rehearsal.json")
+
+
+def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
+    (check,) = (c for c in select_checks(rehearsal(full=False), ["autocast"]) if "portable" in c.name)
+    assert {row.verdict for row in check.run()} == {CheckStatus.HOLDS}
+
+    def leaky(x, run, *args):  # but where the dtypes that autocast makes would not even fit together
+        fits = run is not portable.attend_backward or args[0].branch != "selected"
+        return run(*args) if fits else right(x, run, *args)
+
+    right = ops.without_autocast
+    monkeypatch.setattr(ops, "without_autocast", leaky)
+    assert next(iter(check.run())).verdict is CheckStatus.FAILS
+
+
+def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_red_and_the_rest_goes_on(tmp_path):
+    root = planted(
+        tmp_path,
+        range_attention="""
+            from dataclasses import replace
+            _right = key_bounds
+
+            def key_bounds(x):
+                return _right(x._replace(geometry=replace(x.geometry, w=x.geometry.w + 1)))
+        """,
+        selected="""
+            from triton.runtime.errors import OutOfResources
+            _selected = selected_forward
+
+            def selected_forward(x):
+                if x.q_BSGRK.dtype == torch.bfloat16:
+                    raise OutOfResources(2, 1, "shared memory")
+                return _selected(x)
+        """,
+        selection="""
+            import os
+            _both = compressed_and_select
+
+            def compressed_and_select(x):
+                if x.q_BSGRK.dtype == torch.float16:
+                    os.abort()
+                return _both(x)
+        """,
+    )
+    code, record, output = rehearsed(tmp_path / "out", "--only", "parity", root=root)
+    wrong = [claim.removeprefix("parity: ") for claim in claims(record, CheckStatus.FAILS)]
+    assert sorted(", ".join(claim.split(", ")[:2]) for claim in wrong) == sorted([
+        *(f"sliding {what}, {dtype}" for what in ("output", "gradients") for dtype in ("fp32", "fp16", "bf16")),
+        "selected output, bf16", "selected gradients, bf16", "selected, bf16", "choice of blocks, fp16",
+    ]), output  # fmt: skip
+    notes = {row["claim"]: row["note"] for row in record["rows"]}
+    assert "SIGABRT" in notes["choice of blocks, fp16"]
+    assert "out of resource: shared memory" in notes["selected, bf16, sizes that do not fit on the GPU"]
+    assert any("compressed gradients, bf16" in claim for claim in claims(record, CheckStatus.HOLDS)), "nothing after it"
+    assert code == 1
+
+
+@pytest.mark.nightly  # the next one plants three other faults
+def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
+    root = planted(
+        tmp_path,
+        selected="""
+            _right = selected_forward
+
+            def selected_forward(x):
+                return _right(x._replace(pos_BS=x.pos_BS + 1))
+        """,
+        range_attention="""
+            _right_backward = range_backward
+
+            def range_backward(x, *args):
+                dq, dk, dv = _right_backward(x, *args)
+                noise = 1e-3 * torch.rand(()) if x.branch == "sliding" else 0
+                return dq * (1 + noise), dk, dv
+        """,
+    )
+    code, record, output = rehearsed(tmp_path / "out", "--only", "causality", "--only", "determinism", root=root)
+    assert claims(record, CheckStatus.FAILS) == {
+        "causality: values before a changed token that change, fp32",
+        "determinism: values that differ between two runs, fp32",
+        "determinism: values that differ in memory that held NaN, fp32",
+    }, output
+    assert code == 1
+
+
+def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    (tmp_path / "nsa").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m nsa_train.cli "$@"\n')
+    (tmp_path / "nsa").chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "run_gpu_causality_test.sh", "--full"], text=True, capture_output=True, timeout=120,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == ConfigError.exit_code
+    assert "nsa gpu-check needs a GPU" in done.stderr
+    assert "--rehearse" in done.stderr
+
+
+def test_an_interrupt_leaves_what_there_is_and_no_process(tmp_path):
+    running = command("--rehearse", "--only", "parity", "--out", str(tmp_path))
+    assert running.stdout is not None
+    first = running.stdout.readline()
+    assert "holds" in first, first
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    running.send_signal(signal.SIGINT)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 130, output
+    record = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())
+    assert record["rows"]
+    assert not record["complete"]
+    assert children
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def finished(**changes) -> GpuCheckReport:
+    machine = dict(cpu="a CPU", cores=2, isa=[], memory_gib=1, torch="2", commit=None, uncommitted_changes=None,
+                   load_average=[0.0], time="now")  # fmt: skip
+    record = GpuCheckReport("nsa gpu-check --full", machine, complete=True, rows=[bounded("a claim", 0, 0)])
+    record.add(MeasuredTable(dict(name="NVIDIA A100-SXM4-80GB", capability="sm_80", units=108, memory_gib=79.2,
+    driver="1",
+                              runtime="CUDA 13", triton="3.7.1"), [], [], "gpu"))  # fmt: skip
+    for name, value in changes.items():
+        setattr(record, name, value)
+    return record
+
+
+def test_a_whole_run_on_a_gpu_is_a_result_and_names_its_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, page = finished().write(None)
+    assert (str(file), str(page)) == ("bench/results/gpu_a100_sxm4_80gb.json", "bench/results/gpu_a100_sxm4_80gb.md")
+    assert read_result(file)["holds"]
+    assert page.read_text().startswith("# GPU check: NVIDIA A100-SXM4-80GB\n\n`nsa gpu-check --full`\n")
+
+
+@pytest.mark.parametrize("flaw", [dict(rehearsal=True), dict(only=("parity",)), dict(complete=False)], ids=str)
+def test_anything_less_is_refused_as_a_result_and_kept_elsewhere(flaw, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, page = finished(**flaw).write(None)
+    assert file.parent == records.INCOMPLETE_RESULTS
+    assert "no result" in page.read_text().splitlines()[0]
+    with pytest.raises(ConfigError):
+        read_result(file)
+
+
+def test_a_rehearsal_may_not_be_written_among_the_results():
+    with pytest.raises(ConfigError, match="--out"):
+        records.refuse_rehearsal_among_results(Path("bench/results"))
+    records.refuse_rehearsal_among_results(Path("artifacts/results"))
+
+
+def test_committed_results_are_results():
+    for file in (ROOT / "bench" / "results").glob("gpu_*.json"):
+        read_result(file)
+
+
+@pytest.mark.parametrize(
+    ("rows", "complete", "holds"),
+    [
+        ([bounded("c", 1, 1)], True, True),
+        ([bounded("c", 1, 1), CheckResult("c", CheckStatus.NEEDS_GPU)], True, True),
+        ([bounded("c", 1, 1), bounded("c", float("nan"), 1)], True, False),
+        ([bounded("c", 1, 1)], False, False),
+        ([CheckResult("c", CheckStatus.FACT)], True, False),
+    ],
+)
+def test_a_run_holds_only_if_every_row_does_and_something_was_judged(rows, complete, holds):
+    assert finished(rows=rows, complete=complete).holds is holds
+
+
+def test_a_child_that_is_silent_too_long_is_killed_and_the_row_says_so():
+    runner = GpuCheckRunner(GpuCheckRequest(rehearse=True, only=("environment",)), select_checks(rehearsal(full=False),
+    ["environment"]),
+                    dict(os.environ), silence_s=0.01)  # fmt: skip
+    (row,) = runner.run()
+    assert isinstance(row, CheckResult)
+    assert (row.verdict, row.subject) == (CheckStatus.FAILS, "environment")
+    assert "killed" in row.note
+
+
+def test_the_program_on_a_gpu_covers_what_users_have():
+    """Built here, run there."""
+    scope = on_gpu(torch.device("cuda"), full=True)
+    sizes = [size for size, dtypes in scope.kernels if set(dtypes) == {"fp32", "fp16", "bf16"}]
+    assert {size.shape.heads_per_group for size in sizes} == {1, 3, 5, 6, 16}
+    assert {(size.shape.d_k, size.shape.d_v) for size in sizes} == {(64, 64), (128, 128), (192, 128)}
+    assert all(size.length % 2 for size in sizes)
+    assert any(size.documents for size in sizes)
+    checks = select_checks(scope)
+    assert [subject for subject in SUBJECTS if any(check.subject == subject for check in checks)] == list(SUBJECTS)
+    names = {check.name for check in checks if check.subject == "speed"}
+    assert {"attention fwd+bwd, bf16, 64k", "attention, fp16, 2k", "decode, bf16, 64k"} <= names
+    assert len({(check.subject, check.name) for check in checks}) == len(checks)
+    assert all(isinstance(check, GpuCheck) for check in checks)
+
+
+def test_unknown_subjects_and_speed_without_full_are_refused():
+    with pytest.raises(ConfigError, match="--only"):
+        select_checks(rehearsal(full=False), ["party"])
+    with pytest.raises(ConfigError, match="--full"):
+        select_checks(rehearsal(full=False), ["speed"])
+
+
+def test_exchanged_blocks_are_judged_in_packed_documents_too():
+    size = next(size for size, _ in rehearsal(full=False).kernels if size.documents)
+    call = size.call(torch.float32)
+    args = (call.q_BSGRK, call.compressed[0], call.layout.pos_BS, call.layout.first_BS)
+    right = call.idx_BSGN
+    assert blocks_error(*args, right, size.shape.geometry, call.scale).max() == 0
+    wrong = right.clone()
+    at = int((right[0, :, 0, -1] >= 0).nonzero()[-1])  # the last query chose as many as it could
+    own = int(call.layout.pos_BS[0, at]) // size.shape.geometry.l_sel
+    free = next(j for j in range(1, own - 1) if j not in right[0, at, 0])
+    wrong[0, at, 0] = torch.tensor(sorted([free, *right[0, at, 0].tolist()[:1], *right[0, at, 0].tolist()[2:]]))
+    error = blocks_error(*args, wrong, size.shape.geometry, call.scale)
+    assert error[0, at, 0] > 1e-3
+    assert (error > 0).sum() == 1
+
+
+def test_predictions_are_found_by_the_words_of_the_gpus_name():
+    task = BenchTask("attention", SHAPES["base"], 8192, "bf16", device="cuda")
+    found = speed.modelled(task, "NVIDIA A100-SXM4-80GB")
+    assert found is not None
+    assert found["ratio"] == found["dense_seconds"] / found["seconds"] > 1
+    assert found != speed.modelled(task, "NVIDIA H100 80GB HBM3")
+    assert speed.modelled(task, "AMD Instinct MI300X") is not None
+    assert speed.modelled(task, "NVIDIA T4") is None
+    assert speed.modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
+    assert speed.modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
+
+
+def test_a_device_that_is_not_there_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match="cpu"):
+        device_named("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="Use cpu"):
+            device_named("cuda")
+
+
+def test_a_gpus_clock_waits_for_the_gpu(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    devices.clock_of(torch.device("cuda"))()
+    assert waited == [torch.device("cuda")]
+    devices.clock_of(torch.device("cpu"))()
+    assert len(waited) == 1

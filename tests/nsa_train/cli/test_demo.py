@@ -1,0 +1,74 @@
+"""`nsa demo`: trains, generates, reports and draws; stops at Ctrl-C and continues; finished work is not repeated."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from nsa_train.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
+from tests import fork_server
+from tests.nsa_train.train.runs import environment
+
+COMMAND = [sys.executable, "-m", "nsa_train.cli", "demo", "d", "--steps"]
+
+
+def run_demo(folder: Path, steps: int) -> str:
+    done = fork_server.run([*COMMAND[1:], str(steps)], cwd=folder, env=environment(), timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def test_the_demo_shows_its_results(tmp_path):
+    output = run_demo(tmp_path, 2)
+    assert "$ nsa data tokenizer train d/text d/bpe.json" in output
+    assert (tmp_path / "d/run/report.html").stat().st_size > 10_000
+    picture = ET.parse(tmp_path / "d/selection.svg").getroot()
+    words = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert [each for each in words if each.startswith("layer ")] == [f"layer {i}" for i in range(4)]
+    assert re.search(r"^step 1 writes: The .*\n(.*\n)*step 2 writes: The ", output, re.MULTILINE)
+    assert "nsa init my-run" in output
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_demo_stops_and_continues(tmp_path):
+    started = subprocess.Popen([*COMMAND, "2000"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    end = time.monotonic() + 300
+    for line in started.stdout:
+        assert time.monotonic() < end
+        if line.startswith("step "):
+            break
+    os.kill(started.pid, signal.SIGINT)
+    rest, _ = started.communicate(timeout=200)
+    assert started.returncode == 10
+    assert "run the same command again" in rest
+    stopped_at = max(int(path.name.removeprefix("step")) for path in (tmp_path / "d/run/checkpoints").glob("step*"))
+    output = run_demo(tmp_path, stopped_at + 2)
+    assert "--resume" in output
+    assert "nsa data prepare d/text" not in output  # it was done before
+
+
+def test_a_map_shows_the_share_of_groups_that_chose_a_block():
+    idx_SGN = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [0, -1]]])
+    share = share_of_groups(idx_SGN, 2)
+    assert share.tolist() == [[1.0, 0.0], [1.0, 0.5]]
+    assert text_rows(SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 2), (40, 4), (10, 8)])
+def test_maps_are_not_wider_than_the_terminal(columns, lines):
+    maps = [SelectionMap(layer, torch.ones(1, 8), 16) for layer in range(4)]
+    shown = list(side_by_side(maps, columns))
+    assert len(shown) == lines
+    assert all(len(line) <= max(columns, 16) for line in shown)
+    assert sum(line.count("layer") for line in shown) == 4

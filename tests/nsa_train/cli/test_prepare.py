@@ -1,0 +1,170 @@
+"""`nsa data prepare` on own text: summary, JSON, refusals, and numbers that no terminal cuts."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa.errors import ConfigError, DataError, OutputError
+from nsa_train.cli.main import app
+from nsa_train.cli.prepare import progress_text
+from nsa_train.cli.train import _progress
+from nsa_train.config import load
+from nsa_train.data.prepare.run import PrepareProgress
+from nsa_train.data.tokenizer import train_bpe
+from nsa_train.planning.data_size import SHIPPED_MODELS, advise
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(8):
+        (folder / f"{number}.md").write_text(f"# Title {number}\n" + "words " * 500)
+    (folder / "evil\x1b[2J.pdf").write_text("x")
+    (folder / "a.jsonl").write_text('{"text": "one line of a file"}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("prepared") / "out"
+    arguments = ["data", "prepare", str(texts), str(out), "--workers", "1", "--held-out", "0.2"]
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    return out, done.stdout
+
+
+def invoke(*words: str, columns: int = 80) -> str:
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(words), catch_exceptions=False).stdout
+
+
+def test_the_summary_has_every_kind_reason_and_a_preview(prepared: tuple[Path, str]) -> None:
+    _, summary = prepared
+    for part in ("markdown", "jsonl", "unknown ending", "⟨end⟩", "one line of a file", "20 tokens per parameter"):
+        assert part in summary
+    assert "\x1b[2J" not in summary
+
+
+def test_json_holds_the_same_and_nothing_else(texts: Path, prepared: tuple[Path, str]) -> None:
+    out, _ = prepared
+    summary = json.loads(
+        invoke("data", "prepare", str(texts), str(out), "--workers", "1", "--held-out", "0.2", "--json")
+    )
+    assert summary["read"]["kinds"]["markdown"]["files"] == 8
+    assert sum(split["documents"] for split in summary["splits"].values()) == 9
+    assert summary["model_size"]["nearest_config"] == "configs/cpu_quickstart.yaml"
+    assert summary["preview"][0]["ids"][-1] == summary["tokenizer"]["eos_id"] or not summary["preview"][0]["complete"]
+    for command in ("inspect", "stats", "verify"):
+        assert json.loads(invoke("data", command, str(out), "--json"))["set"] == str(out)
+    assert json.loads(invoke("data", "verify", str(out), "--json"))["ok"] is True
+
+
+def test_verify_reports_damage_as_json_with_exit_code_21(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    invoke("data", "prepare", str(texts), str(out), "--workers", "1")
+    (victim,) = out.glob("train/000001-000.tok")
+    victim.write_bytes(b"x" + victim.read_bytes()[1:])
+    done = CliRunner().invoke(app, ["data", "verify", str(out), "--json"])
+    assert json.loads(done.stdout)["damaged"][0]["name"] == "train/000001-000.tok"
+    assert isinstance(done.exception, DataError)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_number_is_cut(prepared: tuple[Path, str], columns: int) -> None:
+    out, _ = prepared
+    longest = max(of["longest"] for of in json.loads(invoke("data", "stats", str(out), "--json"))["lengths"].values())
+    shown = invoke("data", "stats", str(out), columns=columns)
+    assert f"{longest:,}" in shown
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+def test_the_live_line_drops_parts_and_cuts_none(width: int) -> None:
+    beat = SimpleNamespace(step=123456, loss=3.14159, toks_per_s=1234567.0, lr=3e-4, grad_norm=1.25, step_s=12.5)
+    line = _progress(beat, 500000, width)  # type: ignore[arg-type]
+    assert line.startswith("step 123456/500000")
+    assert len(line) <= max(width, 45)
+    assert set(line.split(" · ")) <= set(_progress(beat, 500000).split(" · "))  # type: ignore[arg-type]
+
+
+def test_progress_has_a_share_and_the_time_left() -> None:
+    progress = PrepareProgress("tokenize", 1, 4, 30, 10, 50, 99, 2_000_000, 10.0)
+    assert progress.left_s == pytest.approx(10.0)
+    line = progress_text(progress)
+    assert "60%" in line
+    assert "0:10 left" in line
+    assert len(f"{line} … 3600 s") <= 80
+
+
+def test_missing_sources_and_sets_are_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        invoke("data", "inspect", str(tmp_path / "none"))
+    with pytest.raises(ConfigError):
+        invoke("data", "prepare", str(tmp_path / "none"), str(tmp_path / "out"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty"):
+        invoke("data", "prepare", str(tmp_path / "empty"), str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="encoding"):
+        invoke("data", "prepare", str(ROOT / "README.md"), str(tmp_path / "out"), "--encoding", "rot13")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_is_not_replaced_unless_told_so(texts: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bpe.json"
+    words = ["data", "tokenizer", "train", str(texts), str(path), "--vocab-size", "270"]
+    invoke(*words)
+    before = path.read_bytes()
+    with pytest.raises(OutputError, match="--overwrite"):
+        invoke(*words[:-1], "280")
+    assert path.read_bytes() == before
+    invoke(*words[:-1], "280", "--overwrite")
+    assert path.read_bytes() != before
+
+
+def test_another_tokenizer_beside_a_prepared_set_is_refused(prepared: tuple[Path, str], tmp_path: Path) -> None:
+    from nsa_train.train.datasets import require_set_tokenizer
+
+    out, _ = prepared
+    train_bpe(["some words"] * 9, 300, tmp_path / "bpe.json")
+
+    def config(*more: str):
+        return load(
+            ROOT / "configs" / "train_50k.yaml",
+            overrides=["data.dataset=prepared", f"data.path={out}", *more],
+            environ={},
+        )
+
+    require_set_tokenizer(config())
+    require_set_tokenizer(config("data.tokenizer=byte"))
+    require_set_tokenizer(config("data.tokenizer=not_here.json"))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        require_set_tokenizer(config(f"data.tokenizer={tmp_path / 'bpe.json'}"))
+
+
+def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
+    from nsa_train.planning.estimate import estimate
+    from nsa_train.planning.hardware import parse_target
+
+    vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_half_hour.yaml": 2048}
+    for name, parameters in SHIPPED_MODELS.items():
+        config = load(ROOT / name, environ={})
+        found = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))
+        assert found.parameters.total == parameters, name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab_size", "config", "too_little"),
+    [
+        (0, 257, "cpu_quickstart", True),
+        (10**7, 257, "cpu_quickstart", False),
+        (2 * 10**9, 32768, "base_125m_8k", False),
+    ],
+)
+def test_advice_names_the_nearest_config(tokens: int, vocab_size: int, config: str, too_little: bool) -> None:
+    advice = advise(tokens, vocab_size)
+    assert (advice.nearest_config, advice.too_little) == (f"configs/{config}.yaml", too_little)
+    assert advise(4 * tokens, 257).parameters == advise(tokens, 32768).parameters

@@ -1,0 +1,52 @@
+"""OpenMP's waiting and torch's warning about NumPy, in the process of a command."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from nsa_train.cli.startup import SPIN_COUNT, prepare_process
+
+ROOT = Path(__file__).parents[3]
+
+
+def openmp_settings(**environ: str) -> str:
+    """What OpenMP's runtime says it uses, when a command loads it together with torch."""
+    clean = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    code = "import sys; sys.argv = ['nsa', '--version']\nfrom nsa_train.cli.main import main\ntry: main()\n"
+    code += "except SystemExit: import torch"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=clean | {"OMP_DISPLAY_ENV": "verbose"} | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("torch does not use GNU's OpenMP here")
+    return done.stderr
+
+
+def test_openmp_takes_the_spin_count():
+    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in openmp_settings()
+
+
+@pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "77"), ("OMP_WAIT_POLICY", "ACTIVE")])
+def test_a_value_of_the_user_stays(name, value):
+    said = openmp_settings(**{name: value})
+    assert f"{name} = '{value}'" in said
+    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" not in said
+
+
+def test_only_a_missing_numpy_is_not_reported(monkeypatch):
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    with warnings.catch_warnings(record=True) as caught:
+        prepare_process()
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy' (Triggered …)", UserWarning, stacklevel=1)
+        warnings.warn("Failed to initialize NumPy: _ARRAY_API not found", UserWarning, stacklevel=1)
+    assert [str(item.message) for item in caught] == ["Failed to initialize NumPy: _ARRAY_API not found"]

@@ -1,0 +1,266 @@
+"""`prepare`: the same bytes whatever happens on the way, the same documents as the direct stream."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import dill
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nsa.errors import ConfigError, DataError
+from nsa.files import SHARED_MEMORY
+from nsa_train.data.document import is_held_out
+from nsa_train.data.document_stream import DocumentStream
+from nsa_train.data.prepare.plan import make_plan, record_plan
+from nsa_train.data.prepare.run import prepare, slurm_executor
+from nsa_train.data.prepare.task import ReadUnits, WriteShards
+from nsa_train.data.prepare.worker_pool import WorkerLost
+from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.source.resolve import open_source
+from nsa_train.data.tokenizer import ByteTokenizer
+from nsa_train.storage import StorageFolder
+from tests.nsa_train.data.faulty_server import Faults, FaultyServer
+from tests.nsa_train.data.prepare_child import SETTINGS
+
+WORDS = ["the", "of", "a", "in", "attention", "sparse", "window", "block", "key", "value", "query", "gate", "token"]
+
+
+def _write_corpus(path: Path, files: int = 6, groups: int = 5, rows: int = 60) -> Path:
+    rng = random.Random(0)
+    path.mkdir()
+    for f in range(files):
+        texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 300))) for _ in range(groups * rows)]
+        texts[7] = ""  # empty documents exist in the wild
+        ids = [f"<urn:{f}-{i}>" for i in range(groups * rows)]
+        table = pa.table({"text": texts, "id": ids})
+        pq.write_table(table, path / f"{f:03d}.parquet", row_group_size=rows, write_page_checksum=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write_corpus(tmp_path_factory.mktemp("corpus") / "src")
+
+
+@pytest.fixture(scope="module")
+def calm(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("calm") / "out"
+    prepare(make_plan(str(corpus), "byte", **SETTINGS), str(out), workers=1)
+    return out
+
+
+def _digests(path: Path) -> dict[str, str]:
+    files = (p for p in path.rglob("*") if p.is_file())
+    return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def _documents(out: Path, split: str) -> dict[str, list[int]]:
+    reader = ShardReader(StorageFolder(str(out)), split)
+    tokens = np.empty(reader.total_tokens, dtype=np.uint16)
+    reader.copy_window(0, reader.total_tokens, tokens)
+    found, at = {}, 0
+    for segment in reader.segments(0, reader.total_tokens):
+        assert segment.doc_id not in found
+        found[segment.doc_id] = tokens[at : at + segment.length].tolist()
+        at += segment.length
+    return found
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_prepared_documents_are_those_of_the_direct_stream(corpus: Path, calm: Path, split: str) -> None:
+    source = open_source(str(corpus))
+    stream = DocumentStream(
+        source, ByteTokenizer(), seed=0, split=split, held_out_fraction=SETTINGS["held_out_fraction"], at_end="stop"
+    )
+    expected = {doc.doc_id: [*doc.tokens.tolist(), ByteTokenizer.eos_id] for doc in stream}
+    assert _documents(calm, split) == expected
+    assert len(expected) > 20
+
+
+def test_no_held_out_document_is_in_a_training_shard(calm: Path) -> None:
+    assert not any(is_held_out(doc, 0.1) for doc in _documents(calm, "train"))
+    assert all(is_held_out(doc, 0.1) for doc in _documents(calm, "validation"))
+
+
+def test_the_manifest_tells_tokenizer_totals_and_sizes(calm: Path) -> None:
+    manifest = read_manifest(StorageFolder(str(calm)))
+    assert (manifest.vocab_size, manifest.tokenizer_fingerprint) == (257, ByteTokenizer.fingerprint)
+    assert manifest.totals("train")["documents"] + manifest.totals("validation")["documents"] == 6 * (300 - 1)
+    for split in manifest.splits.values():
+        for shard in split:
+            for name, size, sha256 in shard.files():
+                raw = (calm / name).read_bytes()
+                assert (len(raw), hashlib.sha256(raw).hexdigest()) == (size, sha256)
+
+
+def _mapped_files(pid: int) -> str:
+    """Memory maps of a process and its children, a semaphore's file among them."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    maps = [Path(f"/proc/{each}/maps") for each in (pid, *children)]
+    return "".join(path.read_text() for path in maps if path.exists())
+
+
+def test_five_random_kills_leave_the_same_bytes(corpus: Path, calm: Path, tmp_path: Path) -> None:
+    """Whole process groups and single parents, killed after some progress; then one run is left alone. What they had in
+    shared memory is gone, although nobody was left to clean up."""
+    out = tmp_path / "out"
+    rng = random.Random(7)
+    command = [sys.executable, "-m", "tests.nsa_train.data.prepare_child", str(corpus), str(out), "2"]
+    kills, seen, mapped = 0, 0, ""
+    while kills < 5:
+        child = subprocess.Popen(command, start_new_session=True)
+        while child.poll() is None and len(list(out.glob("_work/tasks/*.json"))) <= seen:
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.03)
+        if kills % 2:
+            child.kill()
+        else:
+            mapped += _mapped_files(child.pid)
+            os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL, "it finished before five kills: make the corpus larger"
+        seen = len(list(out.glob("_work/tasks/*.json")))
+        kills += 1
+    assert 0 < seen < 30
+    assert "python" in mapped
+    assert not [name for name in os.listdir(SHARED_MEMORY) if f"{SHARED_MEMORY}/{name}" in mapped]
+    assert not (out / "manifest.json").exists()
+    subprocess.run(command, check=True, timeout=120)
+    assert _digests(out) == _digests(calm)
+
+
+def test_unfinished_files_never_lie_beside_the_shards(
+    corpus: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before every single rename in turn, as a kill would: what is outside `_work` is whole, and the end is the
+    same. The manifest's own unfinished file is removed by the next run."""
+    out = tmp_path / "out"
+    plan = make_plan(str(corpus), "byte", **SETTINGS)
+    record_plan(plan, StorageFolder(str(out)))
+    real = os.replace
+    for stop_at in range(1, 8):
+        calls = 0
+
+        def replace(source: object, target: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:  # noqa: B023
+                raise KeyboardInterrupt
+            real(source, target)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "replace", replace)
+        reader = ReadUnits(plan, str(out))
+        with pytest.raises(KeyboardInterrupt):
+            list(WriteShards(plan, str(out), reader)(reader(None, 0, 1), 0, 1))
+        monkeypatch.setattr(os, "replace", real)
+        loose = [p for p in out.rglob("*.tmp") if "_work" not in p.parts]
+        assert loose == []
+    (out / ".manifest.json.0.tmp").write_text("{")
+    prepare(plan, str(out), workers=1)
+    assert _digests(out) == _digests(calm)
+
+
+def test_a_killed_worker_is_an_error_and_not_a_wait(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(str(corpus), "byte", **SETTINGS)
+    victims: list[int] = []
+
+    def kill_one(progress: object) -> None:
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        workers = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        if workers and not victims:
+            victims.append(int(workers[-1]))
+            os.kill(victims[0], signal.SIGKILL)
+
+    with pytest.raises(DataError) as caught:
+        prepare(plan, str(tmp_path / "out"), workers=1, on_progress=kill_one)
+    assert isinstance(caught.value.__cause__, WorkerLost)
+
+
+def test_a_finished_set_is_left_alone(corpus: Path, calm: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in calm.rglob("*")}
+    prepare(make_plan(str(corpus), "byte", **SETTINGS), str(calm), workers=1)
+    assert {p: p.stat().st_mtime_ns for p in calm.rglob("*")} == before
+
+
+def test_other_settings_never_mix_into_a_set(corpus: Path, calm: Path) -> None:
+    plan = make_plan(str(corpus), "byte", **(SETTINGS | {"held_out_fraction": 0.2}))
+    with pytest.raises(ConfigError, match="held_out_fraction"):
+        prepare(plan, str(calm), workers=1)
+
+
+def test_two_writers_of_one_folder_are_refused(corpus: Path, tmp_path: Path) -> None:
+    plan = make_plan(str(corpus), "byte", **SETTINGS)
+    errors: list[BaseException | None] = []
+
+    def second(progress: object) -> None:
+        if not errors:
+            with pytest.raises(DataError) as caught:
+                prepare(plan, str(tmp_path / "out"), workers=1)
+            errors.append(caught.value.__cause__)
+
+    prepare(plan, str(tmp_path / "out"), workers=1, on_progress=second)
+    assert isinstance(errors[0], BlockingIOError)
+
+
+def test_a_corrupt_unit_stops_or_is_left_out_by_name(tmp_path: Path) -> None:
+    corpus = _write_corpus(tmp_path / "src", files=1)
+    victim = corpus / "000.parquet"
+    raw = bytearray(victim.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    victim.write_bytes(raw)
+    with pytest.raises(DataError, match=r"000\.parquet"):
+        prepare(make_plan(str(corpus), "byte"), str(tmp_path / "strict"), workers=1)
+    manifest = prepare(make_plan(str(corpus), "byte", max_bad_units=1), str(tmp_path / "lenient"), workers=1)
+    assert len(manifest.quarantined) == 1
+    assert "row group" in manifest.quarantined[0]
+    assert manifest.totals("train")["documents"] in (240, 239)
+
+
+def test_addresses_behind_a_bad_network_give_the_same_shards(corpus: Path, tmp_path: Path) -> None:
+    files = {f"/{path.name}": path.read_bytes() for path in sorted(corpus.glob("00[0-1].parquet"))}
+    with FaultyServer(files, Faults(error_500=0.2, cut_body=0.2)) as server:
+        manifest = prepare(make_plan(server.url("/000.parquet"), "byte", **SETTINGS), str(tmp_path / "out"), workers=1)
+    local = prepare(make_plan(str(corpus / "000.parquet"), "byte", **SETTINGS), str(tmp_path / "local"), workers=1)
+    assert manifest.splits == local.splits
+
+
+def test_compressed_json_lines_are_prepared_too(tmp_path: Path) -> None:
+    import gzip
+
+    (tmp_path / "src").mkdir()
+    lines = [json.dumps({"text": f"line {i} " * 5}) for i in range(50)]
+    (tmp_path / "src" / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    manifest = prepare(make_plan(str(tmp_path / "src"), "byte"), str(tmp_path / "out"), workers=1)
+    assert manifest.totals("train")["documents"] == 50
+
+
+def test_slurm_jobs_are_complete_and_travel_by_pickle(corpus: Path, tmp_path: Path) -> None:
+    """Constructed and inspected here; submitting needs a cluster."""
+    plan = make_plan(str(corpus), "byte", **SETTINGS)
+    out = tmp_path / "out"
+    last = slurm_executor(
+        plan, str(out), logging_dir=str(tmp_path / "log"), partition="cpu", time_limit="02:00:00", workers=16
+    )
+    tasks = last.depends
+    script = tasks.get_launch_file_contents(tasks.get_sbatch_args(tasks.tasks), "launch_pickled_pipeline x")
+    for line in ("--array=0-29%16", "--partition=cpu", "--time=02:00:00", "--requeue"):
+        assert f"#SBATCH {line}" in script
+    travelled = dill.loads(dill.dumps(tasks))
+    for rank in range(travelled.world_size):  # what each array element runs
+        stream = None
+        for step in dill.loads(dill.dumps(travelled.pipeline)):
+            stream = step(stream, rank, travelled.world_size)
+        assert list(stream) == []
+    list(last.pipeline[0](None, 0, 1))
+    assert read_manifest(StorageFolder(str(out))).totals("train")["documents"] > 1000

@@ -1,0 +1,648 @@
+"""What `nsa_train.train.engine` relies on in OLMo-core: one test per override or private member.
+
+A test that fails here after an upgrade of the engine names the member that changed: read the new source of that member,
+adapt the module of `nsa_train.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames
+or changes each member in turn and requires the test for it to fail.
+"""
+
+import inspect
+import re
+import signal
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+import torch
+from olmo_core.data.data_loader import DataLoaderBase, TextDataLoaderBase
+from olmo_core.distributed.utils import distribute_like
+from olmo_core.nn.attention import SequenceMixer, SequenceMixerConfig
+from olmo_core.nn.lm_head import LMHead, LMOutputWithLoss
+from olmo_core.nn.transformer import Transformer
+from olmo_core.nn.transformer import init as engine_init
+from olmo_core.train import Checkpointer, Trainer
+from olmo_core.train import prepare_training_environment as prepare
+from olmo_core.train.callbacks import Callback, CheckpointerCallback, WandBCallback
+from olmo_core.train.train_module import TransformerTrainModule
+from olmo_core.train.train_module.transformer.config import TransformerContextParallelConfig
+
+from nsa_train.checkpoint.run_state import RunRecord
+from nsa_train.config import load
+from nsa_train.observe.run_folder import RunFolder
+from nsa_train.train import datasets
+from nsa_train.train.callbacks.evaluation import EvaluationCallback
+from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
+from nsa_train.train.callbacks.stop_requests import StopRequestCallback
+from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, bad_step_hook
+from nsa_train.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, StepSkippingTrainModule
+from nsa_train.train.engine.build import build_train_module, build_trainer
+from nsa_train.train.engine.checkpoint_callback import CheckpointCallback, make_checkpoint_callback
+from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
+from nsa_train.train.engine.data_loader import RowLoader, to_engine
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
+from nsa_train.train.run_report import EventLogCallback
+from tests.nsa_train.train.engine.upgrades import rename, rewrite
+from tests.nsa_train.train.runs import write_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CPU, ALONE, STEPS = torch.device("cpu"), RankInfo(), 3
+OUR_CALLBACKS = (
+    BadStepCallback, CheckpointCallback, EvaluationCallback, EventLogCallback, HeartbeatCallback, ReplicaCheckCallback,
+    StopRequestCallback,
+)  # fmt: skip
+
+
+class Engine:
+    """A real trainer of the engine with our overrides, on one rank, and how often each override was called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder / "run")
+        self.folder.make()
+        self.config = load(
+            write_config(folder),
+            overrides=[f"train.out_dir={self.folder.path}", f"train.steps={STEPS}", "train.save_every=2",
+                       "train.save_async=false"],
+        )  # fmt: skip
+        self.vocab_size = datasets.vocabulary(self.config)
+        self.data = datasets.training_rows(self.config, self.vocab_size)
+        self.calls: Counter[str] = Counter()
+
+    def module(self) -> StepSkippingTrainModule:
+        return build_train_module(self.config, self.vocab_size, ALONE, CPU)
+
+    def trainer(self, *more: Callback, **settings) -> RollbackTrainer:
+        config = self.config.model_copy(update={"train": self.config.train.model_copy(update=settings)})
+        loader = RowLoader(self.data, global_rows=datasets.global_rows(config), ranks=ALONE, work_dir=self.folder.path)
+        checkpointer = make_checkpointer(config, self.folder.path)
+        callbacks = {"checkpointer": make_checkpoint_callback(config)}
+        callbacks |= {f"more{number}": callback for number, callback in enumerate(more)}
+        trainer = build_trainer(config, self.folder, self.module(), loader, checkpointer, callbacks)
+        checkpointer.record = lambda: RunRecord(
+            step=trainer.global_step, world_size=1, config=config.model_dump(mode="json"),
+            data_cursor=loader.state_dict(),
+        )  # fmt: skip
+        return trainer
+
+    def fit(self, *more: Callback, **settings) -> RollbackTrainer:
+        trainer = self.trainer(*more, **settings)
+        trainer.fit()
+        return trainer
+
+    @contextmanager
+    def counting(self, cls: type, *names: str):
+        """Count the calls of these methods of ours while the block runs."""
+        with ExitStack() as patches:
+            for name in names:
+                patches.enter_context(mock.patch.object(cls, name, self._counted(name, getattr(cls, name))))
+            yield
+
+    def _counted(self, name, method):
+        def counted(this, *args, **kwargs):
+            self.calls[name] += 1
+            return method(this, *args, **kwargs)
+
+        return counted
+
+
+@pytest.fixture
+def engine(tmp_path) -> Engine:
+    return Engine(tmp_path)
+
+
+def same_parameters(ours, theirs) -> None:
+    """An override takes what the engine passes: the same names, kinds and defaults."""
+    found = [list(inspect.signature(function).parameters.values()) for function in (ours, theirs)]
+    ours_, theirs_ = ([(p.name, p.kind, p.default) for p in parameters] for parameters in found)
+    assert ours_ == theirs_
+
+
+# Trainer
+
+
+def test_trainer_runs_epochs_through_fit_epoch(engine):
+    with engine.counting(RollbackTrainer, "_fit_epoch"):
+        engine.fit()
+    assert engine.calls["_fit_epoch"] == 1
+
+
+def test_trainer_reduces_metrics_through_log_metrics_alone(engine):
+    with engine.counting(RollbackTrainer, "_log_metrics"), mock.patch.object(Trainer, "run_bookkeeping_op") as reduced:
+        engine.fit()
+    assert engine.calls["_log_metrics"] >= STEPS
+    assert reduced.call_args_list == []
+
+
+def test_trainer_keeps_metrics_of_a_step_in_metrics(engine):
+    seen = []
+
+    class Reader(Callback):
+        priority = 10  # as the heartbeat: a save (1) clears them
+
+        def post_train_batch(self):
+            step = max(self.trainer._metrics)
+            seen.append((step, self.trainer._metrics[step].keys() >= {TRAIN_CE_LOSS_METRIC, GRAD_NORM_METRIC}))
+
+    engine.fit(Reader())
+    assert seen == [(step, True) for step in range(1, STEPS + 1)]
+
+
+def test_trainer_records_the_error_that_it_reported_in_error(engine):
+    class Failing(Callback):
+        def post_step(self):
+            raise ArithmeticError
+
+    trainer = engine.trainer(Failing())
+    with pytest.raises(ArithmeticError) as raised:
+        trainer.fit()
+    assert trainer._error is raised.value
+
+
+@pytest.mark.parametrize("hook", ["post_step", "post_train"])
+def test_trainer_reports_every_error_to_each_callback_once(engine, hook):
+    reported = []
+
+    class Listening(Callback):
+        def on_error(self, exc):
+            reported.append(type(exc))
+
+    def fail(self):
+        raise ArithmeticError
+
+    failing = type("Failing", (Callback,), {hook: fail})
+    with pytest.raises(ArithmeticError):
+        engine.fit(Listening(), failing())
+    assert reported == [ArithmeticError]
+
+
+def test_trainer_iterates_over_its_callbacks_by_priority(engine):
+    trainer = engine.trainer(*(type("C", (Callback,), {"priority": priority})() for priority in (-10, 0, 10)))
+    found = [callback.priority for callback in trainer._iter_callbacks()]
+    assert found == sorted(found, reverse=True)
+    assert {-10, 10} <= set(found)
+
+
+def test_trainer_rolls_back_and_begins_the_next_epoch(engine):
+    """The loop of `fit` calls `_fit_epoch` again after one that rolled back, at the step of the checkpoint."""
+    rolled_back = []
+
+    class BadStep:
+        def require_good_step(self, loss, grad_norm):
+            if not rolled_back and trainer.global_step == STEPS:
+                raise bad_step_hook._RollBack("too high")
+
+        def roll_back(self, reason):
+            rolled_back.append((reason, dict(trainer._metrics)))
+            trainer.global_step -= 1
+
+    trainer = engine.trainer()
+    trainer.train_module.bad_steps = BadStep()
+    trainer.fit()
+    assert rolled_back == [("too high", {})]
+    assert trainer.global_step == STEPS
+
+
+def test_trainer_installs_signal_handlers_before_pre_train_and_never_again(engine):
+    """`SignalHandlers` installs its handlers once more in `pre_train`; they must hold until training ends."""
+    seen, mine = [], lambda *_: None
+
+    class Reader(Callback):
+        def pre_train(self):
+            seen.append(signal.getsignal(signal.SIGTERM) == self.trainer._handle_os_signal)
+            signal.signal(signal.SIGTERM, mine)
+
+        def post_step(self):
+            seen.append(signal.getsignal(signal.SIGTERM) is mine)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        engine.fit(Reader())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [True] * (1 + STEPS)
+
+
+def test_trainer_stops_after_the_step_that_cancels_without_sync(engine):
+    class Cancelling(Callback):
+        def post_step(self):
+            if self.step == 2:
+                self.trainer.cancel_run("enough", no_sync=True)
+
+    assert engine.fit(Cancelling()).global_step == 2
+
+
+# Train module
+
+
+def test_train_module_steps_through_optim_step_and_clip_grad_norm(engine):
+    with engine.counting(StepSkippingTrainModule, "optim_step", "_clip_grad_norm"):
+        engine.fit()
+    assert engine.calls == {"optim_step": STEPS, "_clip_grad_norm": STEPS}
+
+
+def test_train_module_changes_nothing_before_it_has_clipped(engine):
+    """Leaving `_clip_grad_norm` by an exception skips the step: weights, moments and learning rate stay."""
+    trainer = engine.trainer()
+    module, seen = trainer.train_module, []
+
+    class BadStep:
+        def require_good_step(self, loss, grad_norm):
+            seen.append((torch.isfinite(loss).item(), grad_norm.item() > 0))
+            raise bad_step_hook._SkipStep
+
+    module.bad_steps = BadStep()
+    before = {name: value.clone() for name, value in module.model.state_dict().items()}
+    trainer.fit()
+    assert seen == [(True, True)] * STEPS
+    assert all(torch.equal(value, before[name]) for name, value in module.model.state_dict().items())
+    moments = [value for state in module.optim.state.values() for key, value in state.items() if key != "step"]
+    assert not any(torch.any(value) for value in moments)
+
+
+def test_train_module_records_the_gradient_norm_under_its_name(engine):
+    norms = []
+
+    class Reader(Callback):
+        priority = 10
+
+        def post_train_batch(self):
+            norms.append(self.trainer.get_metric(GRAD_NORM_METRIC))
+
+    engine.fit(Reader())
+    assert all(norm is not None and norm > 0 for norm in norms)
+
+
+def test_train_module_prepares_a_batch_in_prepare_batch(engine):
+    batch = to_engine(engine.data.open().next_batch(2))
+    expected = batch["input_ids"], batch["labels"]
+    input_ids, labels, more = engine.module()._prepare_batch(dict(batch))
+    assert (input_ids is expected[0], labels is expected[1], more) == (True, True, {})
+
+
+def test_train_module_enters_train_microbatch_context_for_each_microbatch(engine):
+    with engine.counting(StepSkippingTrainModule, "_train_microbatch_context"):
+        engine.fit()
+    assert engine.calls["_train_microbatch_context"] == STEPS + 1  # with the trial step before training
+
+
+def test_train_module_makes_one_pass_without_a_trainer(engine):
+    """The dry run: `forward_backward` and `clip_gradients` give the loss and the norm of a real step."""
+    module = engine.module()
+    loss = module.forward_backward(to_engine(engine.data.open().next_batch(engine.config.train.batch_size)))
+    norm = module.clip_gradients(float("inf"))
+    seen = []
+
+    class Reader(Callback):
+        priority = 10
+
+        def post_train_batch(self):
+            seen.extend(float(self.trainer.get_metric(name)) for name in (TRAIN_CE_LOSS_METRIC, GRAD_NORM_METRIC))
+
+    engine.fit(Reader(), steps=1)
+    assert seen == pytest.approx([loss, norm], rel=1e-5)
+
+
+# Data loader
+
+
+def test_data_loader_iterates_through_iter_batches(engine):
+    with engine.counting(RowLoader, "_iter_batches", "reshuffle", "get_mock_batch"):
+        trainer = engine.fit()
+    assert engine.calls == {"_iter_batches": 1, "reshuffle": 1, "get_mock_batch": 1}
+    assert trainer.data_loader.batches_processed == STEPS
+
+
+def test_data_loader_reads_its_epoch_from_epoch(engine):
+    loader = engine.trainer().data_loader
+    loader.reshuffle(7)
+    assert loader.epoch == 7
+
+
+def test_data_loader_state_goes_through_checkpoints(engine):
+    engine.fit()
+    resumed = engine.trainer()
+    with engine.counting(RowLoader, "load_state_dict"):
+        resumed.load_checkpoint(engine.folder.checkpoints / f"step{STEPS}", load_trainer_state=True)
+    assert engine.calls["load_state_dict"] == 1
+    assert resumed.data_loader.state_dict()["cursor"]["next_row"] == STEPS * resumed.data_loader.global_rows
+
+
+# Checkpointer
+
+
+@pytest.mark.parametrize("name", ["save", "save_async", "load"])
+def test_checkpointer_overrides_take_the_engines_parameters(name):
+    same_parameters(getattr(VerifiedCheckpointer, name), getattr(Checkpointer, name))
+
+
+def test_checkpointer_saves_through_save_with_the_engines_own_note(engine):
+    with engine.counting(VerifiedCheckpointer, "save", "_save_metadata"):
+        engine.fit()
+    assert engine.calls == {"save": 2, "_save_metadata": 2}  # at step 2 and at the end
+    checkpoint = engine.folder.checkpoints / f"step{STEPS}"
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
+    assert files >= {"train/rank0.pt", "state.json", ".metadata.json", "model_and_optim/.metadata", "COMMIT.json"}
+    assert Checkpointer.dir_is_checkpoint(checkpoint)
+
+
+def test_checkpointer_saves_in_the_background_through_save_async(engine):
+    with engine.counting(VerifiedCheckpointer, "save_async"):
+        engine.fit(save_async=True)
+    assert engine.calls["save_async"] == 1
+    committed = engine.folder.checkpoints / "step2"
+    assert ".metadata.json" in (committed / "COMMIT.json").read_text()
+
+
+def test_checkpointer_loads_through_load_and_then_reports_to_callbacks(engine):
+    engine.fit()
+    seen = []
+
+    class Reader(Callback):
+        def post_checkpoint_loaded(self, path):
+            seen.append((self.step, self.trainer.checkpointer.loaded_record.step))
+
+    resumed = engine.trainer(Reader())
+    with engine.counting(VerifiedCheckpointer, "load"):
+        resumed.load_checkpoint(engine.folder.checkpoints / "step2", load_trainer_state=True, load_optim_state=True)
+    assert engine.calls["load"] == 1
+    assert seen == [(2, 2)]
+
+
+# Checkpoint callback
+
+
+def test_checkpoint_callback_waits_through_await_last_checkpoint(engine):
+    same_parameters(CheckpointCallback._await_last_checkpoint, CheckpointerCallback._await_last_checkpoint)
+    with engine.counting(CheckpointCallback, "_await_last_checkpoint", "post_train"):
+        engine.fit()
+    # Without blocking after each step, and before each of two saves and at the end.
+    assert engine.calls == {"_await_last_checkpoint": STEPS + 3, "post_train": 1}
+
+
+def test_checkpoint_callback_keeps_a_background_save_in_future(engine):
+    seen = []
+
+    class Reader(Callback):
+        priority = 0  # after the save (1)
+
+        def post_train_batch(self):
+            seen.append(self.trainer.callbacks["checkpointer"]._future is not None)
+
+    engine.fit(Reader(), save_async=True)
+    assert seen == [False, True, True]
+
+
+def test_checkpoint_callback_saves_through_save_checkpoint(engine):
+    class Requesting(Callback):
+        def post_step(self):
+            if self.step == 1:
+                self.trainer.callbacks["checkpointer"].save_now()
+
+    with engine.counting(CheckpointCallback, "_save_checkpoint"):
+        engine.fit(Requesting())
+    assert engine.calls["_save_checkpoint"] == 3
+    assert "requested" in (engine.folder.checkpoints / "step1" / "COMMIT.json").read_text()
+
+
+@pytest.mark.parametrize("field", ["_latest_checkpoint_step", "_latest_checkpoint_path"])
+def test_checkpoint_callback_keeps_the_newest_checkpoint(engine, field):
+    expected = {"_latest_checkpoint_step": 2, "_latest_checkpoint_path": str(engine.folder.checkpoints / "step2")}
+    seen = []
+
+    class Requesting(Callback):
+        def post_step(self):
+            if self.step == 2:  # just saved: the same checkpoint gets the reason
+                self.trainer.callbacks["checkpointer"].save_now()
+                seen.append(getattr(self.trainer.callbacks["checkpointer"], field))
+
+    with engine.counting(CheckpointCallback, "_save_checkpoint"):
+        engine.fit(Requesting())
+    assert engine.calls["_save_checkpoint"] == 2
+    assert seen == [expected[field]]
+
+
+# Callbacks with public hooks
+
+
+@pytest.mark.parametrize("ours", OUR_CALLBACKS, ids=lambda cls: cls.__name__)
+def test_callback_hooks_exist_with_these_parameters(ours):
+    engines = CheckpointerCallback if issubclass(ours, CheckpointerCallback) else Callback
+    hooks = [
+        name for name, value in vars(ours).items() if inspect.isfunction(value) and re.match("pre_|post_|on_", name)
+    ]
+    for name in [*hooks, *(["close"] if "close" in vars(ours) else [])]:
+        same_parameters(getattr(ours, name), getattr(engines, name))
+
+
+@pytest.mark.parametrize("ours", OUR_CALLBACKS, ids=lambda cls: cls.__name__)
+def test_callback_fields_hide_nothing_of_the_engines(ours):
+    engines = CheckpointerCallback if issubclass(ours, CheckpointerCallback) else Callback
+    own = {field.name for field in fields(ours)} - {field.name for field in fields(engines)}
+    assert not own & set(dir(engines))
+
+
+# Model
+
+
+def test_mixer_is_registered_and_built_as_nsa(engine):
+    assert SequenceMixerConfig.get_registered_class("nsa") is NSAMixerConfig
+    model = transformer_config(engine.config, engine.vocab_size).build(init_device="cpu")
+    assert all(isinstance(block.attention, NSAMixer) for block in model.blocks.values())
+
+
+@pytest.mark.parametrize("name", ["forward", "num_flops_per_token", "init_weights", "apply_tp", "apply_cp"])
+def test_mixer_overrides_exist_in_the_engine(name):
+    assert callable(getattr(SequenceMixer, name))
+
+
+def test_context_parallelism_reaches_layers_and_head_through_apply_cp():
+    """`EngineTransformer.apply_cp` does what the engine's does, but for the load balancer, which nothing else needs."""
+    source = inspect.getsource(Transformer.apply_cp)
+    assert ".apply_cp(cp_mesh, ring=ring, uly=uly)" in source
+    assert "self.lm_head.apply_cp(cp_mesh)" in source
+    assert "loss_div_factor / self._cp_mesh.size()" in inspect.getsource(LMHead._finalize_loss)
+    styles = TransformerContextParallelConfig.zig_zag(2), TransformerContextParallelConfig.ulysses(2)
+    assert [style.ring is not None for style in styles] == [True, False]
+    assert [style.uly is not None for style in styles] == [False, True]
+
+
+def test_mixer_weights_come_from_init_weights(engine):
+    with engine.counting(NSAMixer, "init_weights"):
+        engine.module()
+    assert engine.calls["init_weights"] == engine.config.model.n_layers
+
+
+def test_initial_weights_are_sharded_by_distribute_like(engine):
+    """`EngineTransformer.init_weights` replaces it for a moment."""
+    assert engine_init.distribute_like is distribute_like
+    assert "distribute_like(x, full_x)" in inspect.getsource(engine_init._apply_init)
+    engine.module()
+    assert engine_init.distribute_like is distribute_like
+
+
+def test_the_head_hands_its_options_on_and_finishes_losses():
+    """`ChunkedHead` takes the loss from `nsa.model.loss` and the rest from the engine's head."""
+    finish = inspect.signature(LMHead._finalize_loss).parameters
+    assert {"loss_reduction", "loss_div_factor", "reduce_across_tp_group"} <= finish.keys()
+    options = inspect.signature(LMHead.forward).parameters.keys() - {"self", "x"}
+    assert options == {
+        "labels", "ignore_index", "loss_reduction", "z_loss_multiplier", "loss_div_factor", "return_logits",
+        "logits_to_keep",
+    }  # fmt: skip
+    assert LMOutputWithLoss._fields == ("logits", "loss", "ce_loss", "z_loss")
+
+
+# Environment and tracking
+
+
+def test_environment_takes_these_arguments():
+    """`nsa_train.train.engine.environment` also undoes the default device that this function sets."""
+    assert {"seed", "backend", "timeout", "shared_filesystem"} <= inspect.signature(prepare).parameters.keys()
+    assert "torch.set_default_device" in inspect.getsource(prepare)
+
+
+def test_wandb_callback_reads_only_the_work_dir_of_its_trainer():
+    """`experiment_tracking` gives it a stand-in for the trainer with that field only."""
+    read = re.findall(r"self\.trainer\.(\w+)", inspect.getsource(WandBCallback.pre_train))
+    read += re.findall(r"self\.trainer\.(\w+)", inspect.getsource(WandBCallback.log_metrics))
+    assert set(read) == {"work_dir"}
+    assert list(inspect.signature(WandBCallback.log_metrics).parameters) == ["self", "step", "metrics"]
+
+
+# Each member in turn is renamed or changed, and the test for it must fail.
+
+STEP_MODULE = (Trainer, TransformerTrainModule)
+LOADERS = (Trainer, DataLoaderBase, TextDataLoaderBase)
+SAVING = (Trainer, Checkpointer)
+UPGRADES = {
+    "fit_epoch": (test_trainer_runs_epochs_through_fit_epoch, rename, "_fit_epoch", Trainer),
+    "log_metrics": (test_trainer_reduces_metrics_through_log_metrics_alone, rename, "_log_metrics", Trainer),
+    "metrics": (test_trainer_keeps_metrics_of_a_step_in_metrics, rename, "_metrics", Trainer),
+    "error": (test_trainer_records_the_error_that_it_reported_in_error, rename, "_error", Trainer),
+    "on_error": (
+        partial(test_trainer_reports_every_error_to_each_callback_once, hook="post_step"),
+        rewrite, Trainer, "fit", "callback.on_error(exc)", "pass",
+    ),
+    "on_error again": (
+        partial(test_trainer_reports_every_error_to_each_callback_once, hook="post_step"),
+        rewrite, Trainer, "fit", "self._error = exc", "pass",
+    ),
+    "iter_callbacks": (test_trainer_iterates_over_its_callbacks_by_priority, rename, "_iter_callbacks", Trainer),
+    "priority": (
+        test_trainer_iterates_over_its_callbacks_by_priority,
+        rewrite, Trainer, "_sort_callbacks", "reverse=True", "reverse=False",
+    ),
+    "rollback": (
+        test_trainer_rolls_back_and_begins_the_next_epoch,
+        rewrite, Trainer, "fit", "while not self.training_complete:", "if not self.training_complete:",
+    ),
+    "signals": (
+        test_trainer_installs_signal_handlers_before_pre_train_and_never_again,
+        rewrite, Trainer, "fit", "signal.signal(signal.SIGTERM, self._handle_os_signal)", "None",
+    ),
+    "signals later": (
+        test_trainer_installs_signal_handlers_before_pre_train_and_never_again,
+        rewrite, Trainer, "_fit_epoch", "self.train_module.zero_grads()\n\n    first",
+        "signal.signal(signal.SIGTERM, self._handle_os_signal)\n\n    first",
+    ),
+    "cancel_run": (test_trainer_stops_after_the_step_that_cancels_without_sync, rename, "cancel_run", Trainer),
+    "optim_step": (
+        test_train_module_steps_through_optim_step_and_clip_grad_norm, rename, "optim_step", *STEP_MODULE
+    ),
+    "clip_grad_norm": (
+        test_train_module_steps_through_optim_step_and_clip_grad_norm,
+        rename, "_clip_grad_norm", TransformerTrainModule,
+    ),
+    "step before clip": (
+        test_train_module_changes_nothing_before_it_has_clipped,
+        rewrite, TransformerTrainModule, "optim_step",
+        "    # Maybe clip gradients.\n", "    self.optim.step()\n",
+    ),
+    "gradient norm": (
+        test_train_module_records_the_gradient_norm_under_its_name,
+        rewrite, TransformerTrainModule, "optim_step", '"total grad norm"', '"gradient norm"',
+    ),
+    "prepare_batch": (
+        test_train_module_prepares_a_batch_in_prepare_batch, rename, "_prepare_batch", TransformerTrainModule
+    ),
+    "microbatch_context": (
+        test_train_module_enters_train_microbatch_context_for_each_microbatch,
+        rename, "_train_microbatch_context", TransformerTrainModule,
+    ),
+    "one pass": (
+        test_train_module_makes_one_pass_without_a_trainer, rename, "model_forward", TransformerTrainModule
+    ),
+    "iter_batches": (test_data_loader_iterates_through_iter_batches, rename, "_iter_batches", DataLoaderBase),
+    "reshuffle": (test_data_loader_iterates_through_iter_batches, rename, "reshuffle", *LOADERS),
+    "get_mock_batch": (test_data_loader_iterates_through_iter_batches, rename, "get_mock_batch", *LOADERS),
+    "epoch": (test_data_loader_reads_its_epoch_from_epoch, rename, "_epoch", DataLoaderBase),
+    "loader state": (
+        test_data_loader_state_goes_through_checkpoints,
+        rewrite, Trainer, "load_state_dict", 'self.data_loader.load_state_dict(state_dict["data_loader"])', "pass",
+    ),
+    "save": (test_checkpointer_saves_through_save_with_the_engines_own_note, rename, "save", *SAVING),
+    "save_metadata": (
+        test_checkpointer_saves_through_save_with_the_engines_own_note, rename, "_save_metadata", Checkpointer
+    ),
+    "save parameters": (
+        partial(test_checkpointer_overrides_take_the_engines_parameters, name="save"),
+        rewrite, Checkpointer, "save", "ephemeral: bool = False,", "ephemeral: bool = False, keep: bool = True,",
+    ),
+    "save_async": (test_checkpointer_saves_in_the_background_through_save_async, rename, "save_async", *SAVING),
+    "load": (test_checkpointer_loads_through_load_and_then_reports_to_callbacks, rename, "load", *SAVING),
+    "await_last_checkpoint": (
+        test_checkpoint_callback_waits_through_await_last_checkpoint,
+        rename, "_await_last_checkpoint", CheckpointerCallback,
+    ),
+    "post_train": (
+        test_checkpoint_callback_waits_through_await_last_checkpoint,
+        rename, "post_train", Trainer, Callback, CheckpointerCallback,
+    ),
+    "future": (
+        test_checkpoint_callback_keeps_a_background_save_in_future, rename, "_future", CheckpointerCallback
+    ),
+    "save_checkpoint": (
+        test_checkpoint_callback_saves_through_save_checkpoint, rename, "_save_checkpoint", CheckpointerCallback
+    ),
+    "latest step": (
+        partial(test_checkpoint_callback_keeps_the_newest_checkpoint, field="_latest_checkpoint_step"),
+        rename, "_latest_checkpoint_step", CheckpointerCallback,
+    ),
+    "latest path": (
+        partial(test_checkpoint_callback_keeps_the_newest_checkpoint, field="_latest_checkpoint_path"),
+        rename, "_latest_checkpoint_path", CheckpointerCallback,
+    ),
+    "hook": (
+        lambda engine: test_callback_hooks_exist_with_these_parameters(HeartbeatCallback),
+        rename, "pre_load_batch", Callback, Trainer,
+    ),
+    "hidden field": (
+        lambda engine: test_callback_fields_hide_nothing_of_the_engines(ReplicaCheckCallback),
+        setattr, Callback, "collectives", None,
+    ),
+    "init_weights": (test_mixer_weights_come_from_init_weights, rename, "init_weights", Transformer, SequenceMixer),
+    "wandb": (
+        lambda engine: test_wandb_callback_reads_only_the_work_dir_of_its_trainer(),
+        rewrite, WandBCallback, "pre_train", "self.trainer.work_dir", "self.trainer.save_folder",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UPGRADES)
+def test_an_upgrade_is_noticed_by_name(name, tmp_path, monkeypatch):
+    test, change, *arguments = UPGRADES[name]
+    if change is setattr:
+        monkeypatch.setattr(*arguments, raising=False)
+    else:
+        change(monkeypatch, *arguments)
+    call = partial(test, Engine(tmp_path)) if "engine" in inspect.signature(test).parameters else test
+    with pytest.raises(Exception) as failure:  # noqa: PT011 - an assertion, or whatever the engine raises then
+        call()
+    assert not isinstance(failure.value, (NameError, SyntaxError)), "the simulated upgrade is broken"

@@ -1,0 +1,47 @@
+"""A step's gradients do not depend on how its rows are divided among passes and ranks, with any packing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.nsa_train.train.divided_steps import DividedStep, differences
+
+LAYERS = ("model.attention=[nsa, merged]", "nsa.kv=per_branch", "nsa.phi=softmax")
+SELECTOR = ("nsa.selector_loss=1.0", "nsa.selector_loss_share=0.3")  # of 128 tokens: no whole number of them
+ALL_BLOCKS = (*SELECTOR, "nsa.selector_blocks=all")
+WAYS = {
+    "two passes": (2, 1), "four passes": (4, 1), "ddp": (1, 2, "ddp"), "fsdp": (1, 2, "fsdp"),
+    "ddp, two passes": (2, 2, "ddp"), "ddp, four passes": (4, 2, "ddp"),
+    "fsdp, two passes": (2, 2, "fsdp"), "fsdp, four passes": (4, 2, "fsdp"),
+}  # fmt: skip
+PACKINGS = ("plain", "packed", "best_fit")
+LIMIT = 1e-5
+
+
+def all_cases(folder: Path) -> dict[str, DividedStep]:
+    corpus = folder / "documents.jsonl"
+    texts = [" ".join(f"{w * i % 97}" for w in range(3 + i * 7 % 40)) for i in range(200)]
+    corpus.write_text("".join(json.dumps({"id": str(i), "text": text}) + "\n" for i, text in enumerate(texts)))
+    local = ("data.dataset=local", f"data.path={corpus}")
+    data = {"plain": (), "packed": local, "best_fit": (*local, "data.packing=best_fit")}
+    cases = {}
+    for way, (passes, world, *parallel) in WAYS.items():
+        more = [f"parallel.data={kind}" for kind in parallel]
+        for packing in PACKINGS:
+            cases[f"{packing}, {way}"] = DividedStep(passes, world, [*LAYERS, *SELECTOR, *data[packing], *more])
+        cases[f"all blocks, {way}"] = DividedStep(passes, world, [*LAYERS, *ALL_BLOCKS, *data["best_fit"], *more])
+    return cases
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return differences(all_cases(tmp_path_factory.mktemp("divided")))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("rows", [*PACKINGS, "all blocks"])
+def test_gradients_are_those_of_one_pass_on_one_rank(measured, rows, way):
+    by_parameter = measured[f"{rows}, {way}"]
+    assert any("phi_k" in name for name in by_parameter)
+    assert max(by_parameter.values()) <= LIMIT, {name: value for name, value in by_parameter.items() if value > LIMIT}

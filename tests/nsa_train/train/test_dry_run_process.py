@@ -1,0 +1,135 @@
+"""Preflight survives the dry run: memory and time are limited, and however its process ends, a rule says so."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+
+from nsa_train.config import load
+from nsa_train.planning.hardware import GIB, hardware_here
+from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
+from nsa_train.train.preflight_facts import gather
+from tests.nsa_train.train.runs import environment, write_config
+
+ENOUGH = DryRunLimits(memory_bytes=4 * GIB, time_s=120.0)
+HUGE = ["model.dim=8192", "model.n_layers=40"]
+
+
+def run_config(tmp_path: Path, *changes: str):
+    return load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
+
+
+def request_of(tmp_path: Path, *changes: str) -> DryRunRequest:
+    return DryRunRequest.of(run_config(tmp_path, *changes), 257, hardware_here("cpu"), fetch_remote=False)
+
+
+def children() -> list[int]:
+    """Dry runs that this process has started and not seen the end of."""
+    pids = [word for file in Path("/proc/self/task").glob("*/children") for word in file.read_text().split()]
+    return [int(pid) for pid in pids if "dry_run_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def content(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*")}
+
+
+def test_a_model_larger_than_the_machine_is_refused_and_never_built(tmp_path):
+    """The address space is limited, so that a preflight that builds it fails here instead of taking the machine."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (5 * GIB, 5 * GIB))
+
+    command = [sys.executable, "-m", "nsa_train.cli", "preflight", str(write_config(tmp_path)), *HUGE, "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), preexec_fn=limit, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    found = {verdict["rule"]: verdict for verdict in json.loads(done.stdout)["verdicts"]}
+    assert found["memory"]["status"] == "fail"
+    # Its shapes were checked with fake tensors; nothing tried to allocate it.
+    assert (found["model"]["status"], found["step"]["status"]) == ("pass", "pass")
+    assert found["checkpoint"]["status"] == "not checked"
+    assert "GiB" in found["checkpoint"]["message"]
+
+
+@pytest.mark.nightly
+def test_what_fits_the_machine_but_not_the_limit_is_tried_with_fake_tensors(tmp_path):
+    config = run_config(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
+    facts = gather(config, hardware_here("cpu"), memory_limit=int(1.2 * GIB))
+    assert "GiB" in facts.dry_run.checkpoint.not_tried
+    assert facts.dry_run.step.problem is None
+    assert facts.dry_run.step_s is None
+    assert {verdict.rule for verdict in judge(facts) if verdict.status == RuleStatus.FAIL} == set()
+
+
+@pytest.mark.nightly
+def test_a_child_above_its_memory_limit_is_killed_and_the_rule_says_so(tmp_path):
+    """The model and its first step are real here; the limit leaves room for torch and not for them."""
+    request = request_of(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
+    said: list[str] = []
+    found = dry_run_in_child(request, DryRunLimits(memory_bytes=int(0.7 * GIB), time_s=120.0), said.append)
+    failed = {name for name in ("data", "model", "step", "checkpoint") if getattr(found, name).problem}
+    assert len(failed) == 1
+    assert failed <= {"model", "step"}
+    problem = getattr(found, failed.pop()).problem
+    assert "0.70 GiB" in problem
+    assert found.data.problem is None
+    assert found.data.seen
+    assert found.checkpoint.not_tried
+    assert "building the model" in said
+    assert children() == []
+
+
+def test_a_child_that_dies_fails_the_rule_it_was_at_and_leaves_nothing(tmp_path):
+    def say(text: str) -> None:
+        if text == "one checkpoint":
+            (child,) = children()
+            deadline = time.monotonic() + 30
+            while not list(tmp_path.glob(".preflight-*")) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            os.kill(child, signal.SIGSEGV)
+
+    found = dry_run_in_child(request_of(tmp_path), ENOUGH, say)
+    assert "SIGSEGV" in found.checkpoint.problem
+    assert found.step.seen
+    assert found.model.seen
+    assert content(tmp_path) == {"run.yaml"}
+
+
+def test_a_dry_run_that_does_not_end_is_ended(tmp_path):
+    found = dry_run_in_child(request_of(tmp_path), DryRunLimits(memory_bytes=4 * GIB, time_s=0.5), lambda text: None)
+    assert "--timeout" in found.data.problem
+    assert children() == []
+
+
+def test_a_child_that_raises_is_told_with_its_last_line(tmp_path):
+    request = DryRunRequest(**{**vars(request_of(tmp_path)), "target": {"device": {}}})
+    assert "TypeError" in dry_run_in_child(request, ENOUGH, lambda text: None).data.problem
+
+
+def test_the_child_ends_with_its_parent_and_is_the_first_victim_of_an_out_of_memory_kill(tmp_path):
+    request = request_of(tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "nsa_train.train.dry_run_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, env=environment(), start_new_session=True,
+    )  # fmt: skip
+    try:
+        child.stdin.write(json.dumps(vars(request)).encode() + b"\n")
+        child.stdin.flush()
+        assert json.loads(child.stdout.readline()) == {"log": "fetching a batch"}
+        assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
+        child.stdin.close()
+        assert child.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()

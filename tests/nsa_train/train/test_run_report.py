@@ -1,0 +1,63 @@
+"""What a run prints when it starts."""
+
+import json
+
+import pytest
+
+from nsa.kernels import registry
+from nsa.kernels.cpu import build, library
+from nsa_train import names
+from nsa_train.config import load
+from nsa_train.observe.heartbeat import read_beats
+from nsa_train.train.run import train
+from nsa_train.train.run_report import SilentReporter
+from tests.nsa_train.train.runs import write_config
+
+
+class Lines(SilentReporter):
+    def __init__(self):
+        self.said = []
+
+    def line(self, text):
+        self.said.append(text)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def start(*changes):
+        monkeypatch.setattr(registry, "_plan_once", registry._plan)
+        config = load(write_config(tmp_path), overrides=["train.steps=1", f"train.out_dir={tmp_path}/run", *changes])
+        lines = Lines()
+        assert train(config, reporter=lines) == 0
+        (beat,) = [beat for beat in read_beats(tmp_path / "run" / names.heartbeat(0)) if beat.msg == names.PROGRESS]
+        return lines.said, beat, json.loads((tmp_path / "run" / names.ENV).read_text())
+
+    return start
+
+
+def test_the_kernels_are_printed(run):
+    said, beat, _ = run()
+    assert "kernels: cpu (C++), all branches" in said
+    assert not any("WARNING" in line for line in said)
+    assert (beat.kernel_select, beat.kernels_reason) == ("cpu", "first choice")
+
+
+def test_a_requested_backend_is_printed_with_that_reason(run):
+    said, _, env = run("kernels.selected=reference")
+    assert any("selected reference (requested by name)" in line for line in said)
+    assert env["kernels"]["selected"] == {"backend": "reference", "reason": "requested by name"}
+
+
+def test_without_a_compiler_the_slow_backend_is_warned_about(run, monkeypatch):
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    library.load.cache_clear()
+    try:
+        said, beat, env = run()
+    finally:
+        library.load.cache_clear()
+    (warning,) = [line for line in said if line.startswith("WARNING: slow kernels")]
+    assert "no C++ compiler (no-such-compiler) on PATH; install one, e.g. apt-get install g++" in warning
+    assert "times slower" in warning
+    assert beat.kernel_sliding == "portable"
+    assert "no C++ compiler" in beat.kernels_reason
+    assert "no C++ compiler" in env["kernels"]["sliding"]["reason"]
