@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.view.clock_jumps import correct_clock
 from nsa_train.observe.view.run_data import EvaluationRecord, RankSeries
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
 
@@ -90,8 +90,9 @@ def goodput(
     evaluations: Sequence[EvaluationRecord] = (),
     limits: HealthLimits | None = None,
 ) -> Goodput | None:
-    """None for a run without records. Time after the last record belongs to no cause; clock jumps are corrected."""
-    lead, events = correct_clock(lead, events)
+    """None for a run without records, or whose clock was set back. Time after the last record belongs to no cause."""
+    if any(after < before - HealthLimits.clock_skew_s for before, after in pairwise(lead.ts)):
+        return None
     spans = _spans(lead, events)
     if not spans:
         return None

@@ -146,16 +146,19 @@ def _gates(run: RunData) -> str:
     )
 
 
+_NO_TIMES = '<p class="quiet">Not known: no records yet, or a clock that was set back while the run wrote them.</p>'
+
+
 def _timeline(run: RunData, wall: Goodput | None) -> str:
     if wall is None:
-        return '<p class="quiet">No records yet.</p>'
+        return _NO_TIMES
     words = f"From {moment(wall.begin)} to {moment(wall.end)}; the axis shows time since the start. Outlined: start-up."
     return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
 
 
 def _goodput(wall: Goodput | None) -> str:
     if wall is None or wall.total <= 0:
-        return '<p class="quiet">No time recorded yet.</p>'
+        return _NO_TIMES
     bar: list[str] = []
     rows: list[tuple[str, ...]] = []
     for cause in TimeCause:
