@@ -151,8 +151,6 @@ UNITS = {
     "dt_fetch_s": "seconds of waiting for the last batch",
     "gpu_mem_alloc": "MiB",
     "gpu_mem_reserved": "MiB",
-    "gpu_mem_alloc_gib": "GiB",
-    "gpu_mem_reserved_gib": "GiB",
     "gate_entropy_mean": "nats; ln 3 = 1.0986 is uniform",
     "gate_max_mean": "share of the largest gate",
     "forward_s": "seconds of this rank's own forward passes of the last step, without waiting for other ranks (ddp)",

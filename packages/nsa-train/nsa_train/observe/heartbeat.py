@@ -64,10 +64,6 @@ class HeartbeatRecord:
     """GPU memory in tensors."""
     gpu_mem_reserved: float | None = None
     """GPU memory held by PyTorch's allocator."""
-    gpu_mem_alloc_gib: float | None = None
-    """gpu_mem_alloc in another unit."""
-    gpu_mem_reserved_gib: float | None = None
-    """gpu_mem_reserved in another unit."""
     gate_entropy_mean: float | None = None
     """Entropy of the gates, mean over layers, tokens and heads."""
     gate_max_mean: float | None = None
@@ -174,7 +170,6 @@ _BY_TYPE: Mapping[Any, records.Check] = {
 }
 _AMOUNTS = (
     "toks_per_s", "step_s", "forward_s", "dt_fetch_s", "host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved",
-    "gpu_mem_alloc_gib", "gpu_mem_reserved_gib",
 )  # fmt: skip
 CHECKS: Mapping[str, records.Check] = {
     **{field.name: _BY_TYPE[field.type] for field in fields(HeartbeatRecord)},
@@ -227,10 +222,6 @@ def last_beat(path: Path, msg: str | None = None) -> HeartbeatRecord | None:
 
 def mib(n_bytes: int) -> float:
     return round(n_bytes / 2**20, 3)
-
-
-def gib(n_bytes: int) -> float:
-    return round(n_bytes / 2**30, 6)
 
 
 def resident_mib() -> float:

@@ -18,9 +18,8 @@ _FIRST_COLUMNS = (
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
     "reads_pred", "reads_act_total", "tokens_seen", "ts",
 )  # fmt: skip
-_NOT_IN_CSV = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")  # copies of others in another unit
 _NUMBERS = tuple(each.name for each in fields(HeartbeatRecord) if each.type in (float | None, int | None))
-TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *(each for each in _NUMBERS if each not in _NOT_IN_CSV))))
+TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *_NUMBERS)))
 VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
 VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
 

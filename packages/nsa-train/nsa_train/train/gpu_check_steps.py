@@ -66,7 +66,7 @@ def _trained(
         return
     config = load(CONFIG, overrides=changes)
     modelled = estimate(config, hardware_here(), config.model.vocab_size or 0)
-    memory = f"{progress[-1].gpu_mem_reserved_gib or 0:.1f} GiB, estimated {modelled.memory.total / 2**30:.1f}"
+    memory = f"{(progress[-1].gpu_mem_reserved or 0) / 1024:.1f} GiB, estimated {modelled.memory.total / 2**30:.1f}"
     yield fact("train_50k: tokens/s", f"{speed:,.0f}, estimated {modelled.tokens_per_s:,.0f}")
     yield fact("train_50k: memory", memory)
 

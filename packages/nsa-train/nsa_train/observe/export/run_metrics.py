@@ -94,8 +94,6 @@ DERIVED = (
 
 LEFT_OUT = {
     "iso": "same as ts",
-    "gpu_mem_alloc_gib": "twin of gpu_mem_alloc",
-    "gpu_mem_reserved_gib": "twin of gpu_mem_reserved",
     "skipped_steps": "counted from the skip records: a resumed run restores this count from its checkpoint",
     "nonfinite_steps": "counted from the skip records",
     "detail": "free text; see nsa_findings",

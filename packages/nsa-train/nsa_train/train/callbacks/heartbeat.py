@@ -18,7 +18,7 @@ from nsa.core.probe import Probe, probing
 from nsa.kernels.choice_text import reason_text
 from nsa_train import names
 from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
+from nsa_train.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, mib, resident_mib
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.kernel_choices import kernel_choices
@@ -215,8 +215,6 @@ class HeartbeatCallback(Callback):
             "host_mem_rss": resident_mib(),
             "gpu_mem_alloc": mib(alloc),
             "gpu_mem_reserved": mib(reserved),
-            "gpu_mem_alloc_gib": gib(alloc),
-            "gpu_mem_reserved_gib": gib(reserved),
         }
 
     def _kernels(self) -> dict[str, Any]:
