@@ -8,7 +8,8 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.observe import records
-from nsa_train.observe.heartbeat import JsonLines, to_line
+from nsa_train.observe.heartbeat_file import JsonLines
+from nsa_train.observe.records import to_line
 
 
 class LauncherAction(StrEnum):

@@ -152,6 +152,11 @@ def fields(
     return kept, damaged
 
 
+def to_line(record: Mapping[str, Any]) -> str:
+    """Strict JSON: non-finite numbers become strings that `float` accepts."""
+    return json.dumps({name: _encode(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
+
+
 def parse_record(line: str) -> Parsed[dict[str, Any]]:
     """One line as a record; torn lines and lines that are not JSON objects are unreadable."""
     try:
@@ -243,6 +248,14 @@ def _read(value: Any) -> Any:
     if isinstance(value, str) and value in _NON_FINITE:
         return float(value)
     return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
 
 
 def _is_shallow(value: Any) -> bool:

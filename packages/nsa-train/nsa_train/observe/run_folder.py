@@ -16,7 +16,7 @@ from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe import halt_file, records
-from nsa_train.observe.heartbeat import last_beat
+from nsa_train.observe.heartbeat_file import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
 

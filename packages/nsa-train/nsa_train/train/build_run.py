@@ -21,7 +21,7 @@ from nsa_train.planning.model_figures import model_figures
 from nsa_train.train import datasets
 from nsa_train.train.bad_step_policy import BadStepPolicy
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo

@@ -37,7 +37,7 @@ from nsa_train.config import load
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import RankInfo

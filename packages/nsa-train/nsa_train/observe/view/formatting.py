@@ -1,9 +1,11 @@
 """Text of numbers, durations, memory, shares, counts and events for monitor and report. Unknown is a dash."""
 
 import math
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.heartbeat_record import METRICS, MetricFormat
 from nsa_train.terminal_text import printable
 
 UNKNOWN = "–"
@@ -94,6 +96,20 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} m"
     return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"
+
+
+_FORMATS: Mapping[MetricFormat, Callable[[float | None], str]] = {
+    MetricFormat.NUMBER: number,
+    MetricFormat.SHARE: share,
+    MetricFormat.COUNT: count,
+    MetricFormat.DURATION: duration,
+    MetricFormat.MEMORY: memory,
+}
+
+
+def metric_format(name: str) -> Callable[[float | None], str]:
+    """Return the function that formats the values of a metric."""
+    return _FORMATS[METRICS[name].format]
 
 
 def clock(ts: float) -> str:

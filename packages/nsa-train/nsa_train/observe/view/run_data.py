@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import compress
 from math import isfinite
 from pathlib import Path
@@ -19,16 +19,15 @@ from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.evaluations import ModelEvaluation, read_evaluations
 from nsa_train.observe.events import RunEvent, read_events_and_damage
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_fields
+from nsa_train.observe.heartbeat_file import beat_fields
+from nsa_train.observe.heartbeat_record import METRICS
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.observe.watch.tail import RecordTail
 
-RANK_COLUMNS = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
+RANK_COLUMNS = tuple(name for name, metric in METRICS.items() if metric.every_rank)
 """Columns kept for every rank; all others are kept for the lowest rank only."""
-LEAD_COLUMNS = (
-    *RANK_COLUMNS, "loss", "lr", "toks_per_s", "step_s", "grad_norm", "tokens_seen", "gpu_mem_alloc",
-    "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
-)  # fmt: skip
+LEAD_COLUMNS = (*(name for name, metric in METRICS.items() if metric.title), "step_s", "tokens_seen")
+"""Columns that are drawn, and those that summaries are computed from."""
 BRANCHES = ("compressed", "selected", "sliding")
 SHARES = tuple(f"share_{branch}" for branch in BRANCHES)
 """Columns made from `gate_branch_shares`."""
@@ -303,8 +302,3 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
         else:
             found.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
     return found, bad
-
-
-assert {*LEAD_COLUMNS, "gate_branch_shares", "gate_shares_by_layer"} <= {
-    field.name for field in fields(HeartbeatRecord)
-}

@@ -9,7 +9,8 @@ from statistics import median
 
 from nsa_train import names
 from nsa_train.observe.failure_codes import FailureCode, recorded_code
-from nsa_train.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
+from nsa_train.observe.heartbeat_file import ALIVE_EVERY_S
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
 from nsa_train.observe.watch.history import RankLog, RunFacts, RunHistory
 from nsa_train.observe.watch.trends import creep, gain, lasting_drop, rise, spikes

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Self
 from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.events import EventKind, LauncherAction, RunEvent, parse_event
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa_train.observe.heartbeat_file import beat_parser
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.processes import writes_to
 from nsa_train.observe.watch.tail import RecordTail

@@ -32,7 +32,7 @@ from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe.events import EventKind
 from nsa_train.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import HostCollectives
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback

@@ -173,7 +173,7 @@ def test_a_long_run_is_one_small_file_with_its_spike():
 
 @pytest.mark.nightly
 def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
-    from nsa_train.observe.heartbeat import to_line
+    from nsa_train.observe.records import to_line
 
     template = to_line({**progress(1, BEGAN).as_dict(), "ts": "TS", "step": "STEP", "loss": "LOSS"})
     head, tail = template.split('"TS"')
