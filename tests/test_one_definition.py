@@ -1,5 +1,5 @@
-"""An option of the attention, a pooling operator and a metric of a run are written once: a copy of the tree with a new
-one has it everywhere. The number of source files that a patch touches is the measure."""
+"""An option of the attention, a pooling operator, a metric of a run and a health condition are written once: a copy of
+the tree with a new one has it everywhere. The number of source files that a patch touches is the measure."""
 
 import ast
 import shutil
@@ -14,7 +14,7 @@ from nsa.option_fields import options_of
 
 ROOT = Path(__file__).parents[1]
 LIBRARY, TRAINER = PACKAGES = ROOT / "packages/nsa-attention/nsa", ROOT / "packages/nsa-train/nsa_train"
-MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI, MOST_FILES_OF_A_METRIC = 3, 2, 2
+MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI, MOST_FILES_OF_A_METRIC, MOST_FILES_OF_A_CONDITION = 3, 2, 2, 2
 
 OPTION = {
     "nsa/core/attention_config.py": (
@@ -177,6 +177,41 @@ from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 values = HeartbeatCallback._memory(SimpleNamespace(trainer=SimpleNamespace(device=torch.device("cpu"))))
 assert HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg="progress", **values).metrics()["open_files"] > 2
 """
+CONDITION = {
+    "nsa_train/observe/watch/conditions.py": (
+        "CONDITIONS = _table(\n",
+        "CONDITIONS = _table(\n"
+        "    HealthCondition(\n"
+        '        "lr_zero", _W, "learning rate of 0 for {gate_records} records", "check train.lr_schedule",\n'
+        '        AlertRule("lr", f"max {_BY_RUN} (nsa_learning_rate) == 0", _WARNING_FOR_S),\n'
+        "    ),\n",
+    ),
+    "nsa_train/observe/watch/health.py": (
+        "        yield from _memory(log, limits)\n",
+        "        yield from _memory(log, limits)\n"
+        "        if all(beat.lr == 0 for beat in list(log.progress)[-limits.gate_records :]):\n"
+        '            yield "lr_zero", "learning rate 0"\n',
+    ),
+}
+USE_OF_THE_CONDITION = f"""
+sys.path.append({str(ROOT)!r})
+import yaml
+from nsa_train.observe.export.alert_rules import rule_file
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import RunHistory
+from tools.docs.runbook_table import table
+
+history = RunHistory()
+for step in range(1, 5):
+    history.add(HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg="progress", loss=1.0, lr=0.0), float(step))
+assert [finding.name for finding in examine(history, now=5.0, limits=HealthLimits())] == ["lr_zero"]
+rules = {{rule["alert"]: rule for group in yaml.safe_load(rule_file())["groups"] for rule in group["rules"]}}
+assert rules["NSALrZero"]["expr"] == "max by (instance, job, run) (nsa_learning_rate) == 0"
+assert rules["NSALrZero"]["annotations"]["summary"].endswith("learning rate of 0 for 3 records")
+assert any("`lr_zero`" in row and "check train.lr_schedule" in row for row in table().splitlines())
+"""
 
 
 def patched_tree(folder: Path, patch: dict[str, tuple[str, str]]) -> Path:
@@ -235,6 +270,11 @@ def test_a_metric_reaches_every_reader(with_metric):
 def test_a_metric_is_recorded_by_the_callback(with_metric):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     run_in(with_metric, USE_OF_THE_METRIC_BY_THE_CALLBACK)
+
+
+def test_a_health_condition_is_a_row_and_a_check(tmp_path):
+    assert len(CONDITION) <= MOST_FILES_OF_A_CONDITION
+    run_in(patched_tree(tmp_path, CONDITION), USE_OF_THE_CONDITION)
 
 
 def test_no_other_source_lists_the_options():
