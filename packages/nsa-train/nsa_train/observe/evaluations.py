@@ -17,7 +17,7 @@ from nsa.files import file_lock, write_atomic
 from nsa_train import names
 from nsa_train.observe import records
 
-FORMAT = 1
+_FORMAT = 1
 HELD_OUT = "held_out_loss"
 SELECTION = "selection"
 AGREEMENT = "agreement"
@@ -129,7 +129,7 @@ def merge_results(path: Path, *, step: int | None, model: str, results: Mapping[
         merged = {**content.get("results", {})}
         for name, result in results.items():
             merged[name] = _merged(merged.get(name), {**result, "nsa": __version__, "ts": round(time.time(), 3)})
-        content = {"format": FORMAT, "step": step, "model": model, "results": merged}
+        content = {"format": _FORMAT, "step": step, "model": model, "results": merged}
         write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
@@ -142,7 +142,7 @@ def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     content, damaged = records.read_section(path)
-    if damaged or (content is not None and content.get("format") != FORMAT):
+    if damaged or (content is not None and content.get("format") != _FORMAT):
         raise OutputError(
             f"{path} is not a results file of this version, so results cannot be added to it. Move it away, or name "
             f"another file with --out."
@@ -200,7 +200,7 @@ def _positions(
 
 def _checked(step: int | None, path: Path) -> ModelEvaluation:
     content, damaged = records.read_section(path)
-    if damaged or content is None or content.get("format") != FORMAT:
+    if damaged or content is None or content.get("format") != _FORMAT:
         return ModelEvaluation(step, unreadable=1)
     results = records.section(content.get("results")) or {}
     return checked_results(step, results, records.text(content.get("model")) or "")

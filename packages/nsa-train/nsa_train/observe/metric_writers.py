@@ -20,7 +20,7 @@ _FIRST_COLUMNS = (
 )  # fmt: skip
 TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *METRIC_COLUMNS)))
 VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
-VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
+_VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
 
 
 def tracked_numbers(beat: HeartbeatRecord) -> dict[str, float]:
@@ -80,7 +80,7 @@ class MetricWriters:
     def write_evaluation(
         self, *, step: int, val_loss: float, val_accuracy: float, tokens: int, seconds: float, ts: float
     ) -> None:
-        self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
+        self._val = self._val or CsvFile(self._folder / names.VAL_CSV, _VAL_COLUMNS)
         scores = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._val.add({"step": step, **scores, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
         for name, value in ((VAL_LOSS, val_loss), (VAL_ACCURACY, val_accuracy)):

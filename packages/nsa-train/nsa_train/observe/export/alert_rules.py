@@ -7,14 +7,14 @@ import yaml
 
 from nsa_train.observe.watch.conditions import CONDITIONS, AlertLevel, HealthLimits, findings_expr
 
-RUNBOOK = "docs/RUNBOOK.md"
+_RUNBOOK = "docs/RUNBOOK.md"
 REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
 EXPORTER_DOWN = "exporter_down"
 """Not a condition of a run: its exporter does not respond."""
 
-RECENT_S = 900.0
+_RECENT_S = 900.0
 """How long a single occurrence keeps an alert firing."""
-BASELINE_S = 24 * 3600.0
+_BASELINE_S = 24 * 3600.0
 """Throughput is compared with its maximum over this window."""
 _EXPORTER_DOWN_S = 120.0
 
@@ -23,7 +23,7 @@ def alert_name(condition: str) -> str:
     return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
 
 
-def faster(limits: HealthLimits, speed: float) -> HealthLimits:
+def _faster(limits: HealthLimits, speed: float) -> HealthLimits:
     """Return the limits scaled so that one second stands for `speed` seconds, for drills."""
     seconds = {field.name: getattr(limits, field.name) / speed for field in fields(limits) if field.name.endswith("_s")}
     seconds["fetch_s"] = limits.fetch_s  # compared with a measured value, not with a clock
@@ -32,7 +32,7 @@ def faster(limits: HealthLimits, speed: float) -> HealthLimits:
 
 def rule_file(speed: float = 1.0) -> str:
     """The YAML text of all rules."""
-    limits = faster(HealthLimits(), speed)
+    limits = _faster(HealthLimits(), speed)
     groups = [
         {"name": f"nsa-{level.value}", "rules": list(_of_level(level, limits, speed))}
         for level in (AlertLevel.CRITICAL, AlertLevel.WARNING)
@@ -44,7 +44,7 @@ def rule_file(speed: float = 1.0) -> str:
 
 def _of_level(level: AlertLevel, limits: HealthLimits, speed: float) -> Iterator[dict[str, object]]:
     numbers = {name: f"{value:g}" for name, value in asdict(limits).items()}
-    spans = {"speed": f"{speed:g}", "recent": _span(RECENT_S / speed), "baseline": _span(BASELINE_S / speed)}
+    spans = {"speed": f"{speed:g}", "recent": _span(_RECENT_S / speed), "baseline": _span(_BASELINE_S / speed)}
     for condition in CONDITIONS.values():
         if condition.level != level:
             continue
@@ -84,7 +84,7 @@ def _alert(
         "summary": summary,
         "value": "{{ $value | humanize }}",
         "advice": advice,
-        "runbook_url": f"{RUNBOOK}#{name}",
+        "runbook_url": f"{_RUNBOOK}#{name}",
     }
     return rule | {"labels": labels, "annotations": annotations}
 

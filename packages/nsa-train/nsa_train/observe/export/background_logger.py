@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT_S = 30.0
 """How long the end of a run waits for queued records to be sent."""
 _PASSWORD = re.compile(r"//[^/@\s]*@")
 
-Record = tuple[int, dict[str, float]]
+_Record = tuple[int, dict[str, float]]
 
 
 class TrackingService(Protocol):
@@ -40,7 +40,7 @@ class TrackingService(Protocol):
 class BackgroundLogger:
     def __init__(self, service: TrackingService, warn: Callable[[str], None]) -> None:
         self._service, self._warn = service, warn
-        self._records: queue.Queue[Record | None] = queue.Queue(_QUEUE_SIZE)
+        self._records: queue.Queue[_Record | None] = queue.Queue(_QUEUE_SIZE)
         self._open = self._warned = False
         self._not_before = 0.0
         self._thread = threading.Thread(target=self._run, name=f"background logger {service.name}", daemon=True)

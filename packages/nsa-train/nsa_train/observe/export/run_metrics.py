@@ -155,7 +155,7 @@ def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iter
         for metric, labels, value in _of_rank(history, log, now, rank in local):
             yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
-    ended = all(state_of(log) in _ENDED_REGULARLY for log in history.present.values())
+    ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
     found = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
     held = Counter(finding.name for finding in found)
     for name, condition in CONDITIONS.items():
@@ -207,7 +207,7 @@ def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample
 
 
 def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
-    rank, state = log.rank, state_of(log)
+    rank, state = log.rank, _state_of(log)
     yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
     yield MetricSample(_STEP, {}, log.last.step)
     yield MetricSample(_BEAT_TS, {}, _wall_time(log.last_at, now))
@@ -225,7 +225,7 @@ def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bo
         yield from _figures(_latest(log))
 
 
-def state_of(log: RankLog) -> str:
+def _state_of(log: RankLog) -> str:
     if log.ended:
         return _STATE_OF_ENDING[log.last.msg]
     return "running" if log.progress else "starting"

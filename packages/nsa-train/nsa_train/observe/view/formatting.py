@@ -9,7 +9,7 @@ from nsa_train.observe.heartbeat_record import METRICS, MetricFormat
 from nsa_train.terminal_text import printable
 
 UNKNOWN = "–"
-NOT_FINITE = "not finite"
+_NOT_FINITE = "not finite"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -17,7 +17,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
-        return NOT_FINITE
+        return _NOT_FINITE
     if value == 0:
         return "0"
     size = abs(value)
@@ -67,7 +67,7 @@ def share(value: float | None) -> str:
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
-        return NOT_FINITE
+        return _NOT_FINITE
     if 0 < value < 0.0995:
         return f"{100 * value:.1f} %" if value >= 0.0005 else "< 0.1 %"
     return f"{100 * value:.0f} %" if value < 0.995 or value >= 1 else "> 99 %"

@@ -44,7 +44,7 @@ HOW_MEASURED: Mapping[TimeCause, str] = {
 }
 
 _GONE = CONDITIONS["process_gone"].name
-Spent = dict[TimeCause, float]
+_Spent = dict[TimeCause, float]
 _STARTS = (EventKind.START, EventKind.RESTART)
 _ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKind.ERROR)
 
@@ -174,7 +174,7 @@ class _RowIntervals:
         ]
         return statistics.median(paces) if paces else 0.0
 
-    def attribute(self, rows: range, spent: Spent) -> None:
+    def attribute(self, rows: range, spent: _Spent) -> None:
         """All intervals of a process. Most contain only steps; those are summed here, for speed."""
         lead, fetches = self._lead, self._lead.column("dt_fetch_s")
         special = self._saved | self._evaluated.keys() | self._skipped.keys()
@@ -190,7 +190,7 @@ class _RowIntervals:
         spent[TimeCause.DATA] += waited
         spent[TimeCause.PRODUCTIVE] += stepped
 
-    def attribute_end(self, span: _ProcessSpan, spent: Spent) -> None:
+    def attribute_end(self, span: _ProcessSpan, spent: _Spent) -> None:
         """From the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
@@ -202,7 +202,7 @@ class _RowIntervals:
         leaving = span.ending in (names.DONE, names.HALTED, names.STOPPED) or row in self._saved
         spent[TimeCause.CHECKPOINT if leaving else TimeCause.STALL] += left
 
-    def _attribute(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
+    def _attribute(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: _Spent) -> None:
         evaluated = min(duration, self._evaluated.get(row, 0.0))
         spent[TimeCause.EVALUATION] += evaluated
         left = duration - evaluated
@@ -250,7 +250,7 @@ def _row_of_save(lead: RankSeries, event: RunEvent) -> int:
     return row
 
 
-def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: Spent) -> None:
+def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: _Spent) -> None:
     """Between two processes: down, or stalled until it was ended if the watchdog found a stall."""
     inside = [event for event in events if last < event.ts < begin]
     ended = next((event.ts for event in inside if event.kind in (EventKind.ERROR, EventKind.STOP)), begin)

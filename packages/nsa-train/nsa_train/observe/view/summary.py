@@ -86,7 +86,7 @@ def summarize(run: RunData) -> RunSummary:
     )
 
 
-LETTERS = ascii_uppercase
+_LETTERS = ascii_uppercase
 _IGNORED_SETTINGS = ("train.out_dir",)
 """Always different and never of interest."""
 
@@ -99,7 +99,7 @@ def labels(runs: Sequence[RunData]) -> list[str]:
         f"{path.parent.name}/{name}" if names.count(name) > 1 else name
         for name, path in zip(names, resolved, strict=True)
     ]
-    return [f"{letter} {plain(name, 60)}" for letter, name in zip(LETTERS, shown, strict=False)]
+    return [f"{letter} {plain(name, 60)}" for letter, name in zip(_LETTERS, shown, strict=False)]
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]]:

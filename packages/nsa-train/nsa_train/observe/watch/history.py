@@ -21,7 +21,7 @@ from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.processes import writes_to
 from nsa_train.observe.watch.tail import RecordTail
 
-SPAN_S = 30.0
+_SPAN_S = 30.0
 """Trends over hours are kept as means over spans of at least this length."""
 _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
 _FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
@@ -90,7 +90,7 @@ _FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
 
 @dataclass
 class ProgressSpan:
-    """Consecutive progress records, together at least SPAN_S seconds of training."""
+    """Consecutive progress records, together at least `_SPAN_S` seconds of training."""
 
     seconds: float
     toks_per_s: float
@@ -164,7 +164,7 @@ class RankLog:
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
             memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
             span = ProgressSpan(seconds, beat.toks_per_s, *memory)
-            if self.spans and self.spans[-1].seconds < SPAN_S:
+            if self.spans and self.spans[-1].seconds < _SPAN_S:
                 self.spans[-1].add(span)
             elif span.seconds > 0:
                 self.spans.append(span)

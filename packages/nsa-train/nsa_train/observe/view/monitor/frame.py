@@ -35,12 +35,12 @@ from nsa_train.observe.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.observe.watch.trends import smoothed_last
 from nsa_train.observe.watch.watchdog import describe
 
-MARKS = {
+_MARKS = {
     "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
     "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
     "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
 }  # fmt: skip
-LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
+_LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
 _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
 _SHOWN = (
@@ -91,7 +91,7 @@ def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
 
 
 def _header(snapshot: RunSnapshot, width: int) -> Text:
-    mark, style = MARKS.get(snapshot.state, ("?", "bold"))
+    mark, style = _MARKS.get(snapshot.state, ("?", "bold"))
     run, lead = snapshot.run, snapshot.run.lead
     left = line((f"{mark} {snapshot.state}", style), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
@@ -314,7 +314,7 @@ def _findings(snapshot: RunSnapshot, width: int, room: int) -> list[Text]:
     shown = groups if len(groups) <= room else groups[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
     for group in shown:
-        mark, style = LEVEL_MARKS[group[0].level]
+        mark, style = _LEVEL_MARKS[group[0].level]
         lines.append(line((mark, style), " ", plain(describe(group), 300)))
     if rest := groups[len(shown) :]:
         lines.append(line((f"and {len(rest)} more: {', '.join(group[0].name for group in rest)}", QUIET)))

@@ -16,7 +16,7 @@ from nsa_train.observe.view.summary import differing_settings, figures, labels, 
 
 _POINTS = 250
 _MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
-STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
+_STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 
 
 def render(runs: Sequence[RunData]) -> str:
@@ -55,7 +55,7 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
 
 
 def _style(place: int) -> str:
-    return STYLES[place % len(STYLES)]
+    return _STYLES[place % len(_STYLES)]
 
 
 def _last_step(runs: Sequence[RunData]) -> float:

@@ -77,7 +77,7 @@ def time_unit(total: float) -> tuple[float, str]:
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
-def x_range(run: RunData) -> tuple[float, float]:
+def _x_range(run: RunData) -> tuple[float, float]:
     steps = run.lead.step
     last = max(steps) if len(steps) else 1
     first = min(steps) if len(steps) else 0
@@ -119,7 +119,7 @@ def _at_rows(x: Sequence[float], y: Sequence[float], rows: Sequence[int]) -> tup
 def _chart(
     run: RunData, title: str, unit: str, lines: list[ChartLine], format_value: Callable[[float], str], **more: object
 ) -> SvgChart:
-    return SvgChart(title, unit, lines, x_range(run), marks=marks(run), format=format_value, **more)  # type: ignore[arg-type]
+    return SvgChart(title, unit, lines, _x_range(run), marks=marks(run), format=format_value, **more)  # type: ignore[arg-type]
 
 
 def _line(run: RunData, name: str, style: str = "c1") -> ChartLine:
@@ -234,7 +234,7 @@ def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, in
     pictures = []
     for place, branch in enumerate(BRANCHES):
         cells = [[_at(each.shares[layer], place) for each in chosen] for layer in range(layers)]
-        pictures.append((branch, png_uri(cells, low, high)))
+        pictures.append((branch, _png_uri(cells, low, high)))
     return pictures, low, high, layers, (chosen[0].step, chosen[-1].step)
 
 
@@ -242,7 +242,7 @@ def _at(shares: Sequence[float], place: int) -> float:
     return shares[place] if place < len(shares) else math.nan
 
 
-def png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
+def _png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
     """Heat map of rows of values as a PNG data URI, one pixel per value (smaller than SVG rectangles).
 
     Larger values are more opaque, missing ones transparent.

@@ -33,11 +33,11 @@ from nsa_train.observe.view.summary import RunSummary, summarize
 from nsa_train.observe.watch.conditions import AlertLevel, HealthFinding
 from nsa_train.observe.watch.watchdog import ranks_of
 
-SIGNS = {
+_SIGNS = {
     "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
     "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
 }  # fmt: skip
-SWATCHES = {
+_SWATCHES = {
     TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
     TimeCause.EVALUATION: "s-eval", TimeCause.CHECKPOINT: "s-save", TimeCause.START_UP: "s-start", TimeCause.STALL:
     "s-stall",
@@ -71,7 +71,7 @@ def render(snapshot: RunSnapshot) -> str:
 
 def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
     run = snapshot.run
-    sign, style = SIGNS.get(snapshot.state, ("?", ""))
+    sign, style = _SIGNS.get(snapshot.state, ("?", ""))
     parts = (
         "curves",
         names.EVALUATIONS,
@@ -165,10 +165,9 @@ def _goodput(wall: Goodput | None) -> str:
         part = wall.share(cause)
         if part > 0:
             words = f"{cause.value} {share(part)}" if part > 0.14 else share(part) if part > 0.05 else ""
-            bar.append(
-                f'<i class="{SWATCHES[cause]}" style="flex:{part:.5f}" title="{cause.value}: {share(part)}">{words}</i>'
-            )
-        name = SafeHtml(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
+            title = f"{cause.value}: {share(part)}"
+            bar.append(f'<i class="{_SWATCHES[cause]}" style="flex:{part:.5f}" title="{title}">{words}</i>')
+        name = SafeHtml(f'<span class="swatch {_SWATCHES[cause]}"></span>{cause.value}')
         rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), HOW_MEASURED[cause]))
     rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
     made = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
