@@ -79,7 +79,7 @@ def code_of_exception(error: BaseException) -> FailureCode:
 
 
 def code_of_exit_status(status: int) -> FailureCode:
-    """Of a process: an exit code, or a negative signal number."""
+    """Return the code for the status of a process: an exit code, or a negative signal number."""
     return FailureCode.KILLED_BY_SIGNAL if status < 0 else _OF_EXIT_CODE.get(status, FailureCode.UNEXPECTED)
 
 

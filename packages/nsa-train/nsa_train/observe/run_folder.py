@@ -53,7 +53,7 @@ class RunFolder:
             "nsa": __version__,
             "code": code_version(),
             "python": sys.version.split()[0],
-            "packages": {name: found for name in _REPORTED_PACKAGES if (found := _version(name))},
+            "packages": {name: number for name in _REPORTED_PACKAGES if (number := _version(name))},
             "host": socket.gethostname(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),

@@ -48,8 +48,8 @@ class RunsCollector(Collector):
     def collect(self) -> Iterator[_Family]:
         with self._lock:
             self._find()
-            found = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
-        yield from _families(found)
+            scraped = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
+        yield from _families(scraped)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -93,13 +93,13 @@ class SharedScrapes:
         varying = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
         variant = tuple(str(environ.get(name, "")) for name in varying)
         with self._lock:
-            kept = {key: answer for key, answer in self._answers.items() if self._clock() - answer[0] < SHARED_S}
-            if variant not in kept:
+            answers = {key: answer for key, answer in self._answers.items() if self._clock() - answer[0] < SHARED_S}
+            if variant not in answers:
                 started: list[tuple[Any, ...]] = []
                 body = list(self._app(environ, lambda *head: started.append(head)))  # type: ignore[arg-type]
-                kept[variant] = self._clock(), started[0], body
-            self._answers = kept
-            _, head, body = kept[variant]
+                answers[variant] = self._clock(), started[0], body
+            self._answers = answers
+            _, head, body = answers[variant]
         start_response(*head)
         return body
 
@@ -174,10 +174,10 @@ def _register(path: Path, address: str) -> None:
     write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
-def _families(found: Iterable[tuple[str, MetricSample]]) -> Iterator[_Family]:
+def _families(scraped: Iterable[tuple[str, MetricSample]]) -> Iterator[_Family]:
     """Groups samples by metric, as the exposition format requires."""
     families: dict[tuple[str, tuple[str, ...]], _Family] = {}
-    for run, (metric, labels, value) in found:
+    for run, (metric, labels, value) in scraped:
         label_names = ("run", *labels)
         family = families.get((metric.name, label_names))
         if family is None:

@@ -156,8 +156,8 @@ def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iter
             yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
     ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
-    found = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
-    held = Counter(finding.name for finding in found)
+    findings = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
+    held = Counter(finding.name for finding in findings)
     for name, condition in CONDITIONS.items():
         yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
 

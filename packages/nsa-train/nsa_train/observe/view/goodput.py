@@ -108,9 +108,9 @@ def goodput(
         lives.append(ProcessLifetime(span.begin, first, span.last, span.ending))
         if after is not None:
             _attribute_gap(span.last, after.begin, events, spent)
-    found = Goodput(spans[0].begin, spans[-1].last, spent, lives)
-    assert math.isclose(sum(spent.values()), found.total, rel_tol=1e-6, abs_tol=1e-3), (spent, found.total)
-    return found
+    result = Goodput(spans[0].begin, spans[-1].last, spent, lives)
+    assert math.isclose(sum(spent.values()), result.total, rel_tol=1e-6, abs_tol=1e-3), (spent, result.total)
+    return result
 
 
 def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
@@ -118,19 +118,19 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
     row_ends = [*(process.first_row for process in lives[1:]), len(lead)][: len(lives)]
-    found = []
+    spans = []
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
         mine = [ts for ts in begins if earlier < ts <= process.begin]
-        found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
+        spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
         begin = mine[-1] if mine else process.begin
-        found.append(
+        spans.append(
             _ProcessSpan(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
         )
     latest = lives[-1].last if lives else -math.inf
-    found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
-    followers: list[_ProcessSpan | None] = [*found[1:], None]
-    return [_with_last_event(span, after, events) for span, after in zip(found, followers, strict=False)]
+    spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
+    followers: list[_ProcessSpan | None] = [*spans[1:], None]
+    return [_with_last_event(span, after, events) for span, after in zip(spans, followers, strict=False)]
 
 
 def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:

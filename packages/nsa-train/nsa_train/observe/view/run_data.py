@@ -146,12 +146,12 @@ class RankSeries:
 
     def gates(self) -> list[GateShares]:
         """Gate shares by layer of evenly spaced records over the whole run, without repeated steps."""
-        kept: list[GateShares] = []
+        shares: list[GateShares] = []
         for step, by_layer in self._gates.items():
-            while kept and kept[-1].step >= step:
-                kept.pop()
-            kept.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
-        return kept
+            while shares and shares[-1].step >= step:
+                shares.pop()
+            shares.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
+        return shares
 
     def _add_row(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -266,14 +266,14 @@ def load(folder: Path) -> RunData:
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:
     """Heartbeat files, lowest rank first; raises ConfigError for a folder that is not a run folder."""
-    found = records.heartbeat_files(folder)
-    if not found and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
+    files = records.heartbeat_files(folder)
+    if not files and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
         what = "holds no run" if folder.is_dir() else "does not exist"
         raise ConfigError(
             f"{folder} {what}: it contains no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV}. Give a run "
             f"folder (train.out_dir)."
         )
-    return found
+    return files
 
 
 def _number(value: Any) -> float:
@@ -288,7 +288,7 @@ def _number(value: Any) -> float:
 
 def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
     rows, bad = records.read_rows(path)
-    found = []
+    evaluations = []
     for row in rows:
         try:
             step, loss, seconds, ts = int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"])
@@ -300,5 +300,5 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
         if None in checked or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
             bad += 1
         else:
-            found.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
-    return found, bad
+            evaluations.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
+    return evaluations, bad

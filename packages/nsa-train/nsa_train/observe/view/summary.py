@@ -106,12 +106,12 @@ def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]
     """Settings that differ between runs; None for a setting that a run does not have."""
     all_settings = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in all_settings for key in settings)
-    found = []
+    differing = []
     for key in keys:
         values = [settings.get(key) for settings in all_settings]
         if key not in _IGNORED_SETTINGS and any(value != values[0] for value in values[1:]):
-            found.append((key, values))
-    return found
+            differing.append((key, values))
+    return differing
 
 
 def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:

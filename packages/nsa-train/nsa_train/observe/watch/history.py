@@ -62,12 +62,12 @@ class RunFacts:
         """The settings, and whether something in the file could not be read."""
         env_fields, bad = records.fields(env, _OF_ENV)
         config, bad_config = records.fields((env_fields or {}).pop("config", {}), _OF_CONFIG)
-        found = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
+        facts = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
         for name, checks in _OF_SECTIONS.items():
             values, bad_section = records.fields((config or {}).get(name, {}), checks)
-            found |= values or {}
+            facts |= values or {}
             bad |= bad_section
-        return cls(**found), bad or bad_config
+        return cls(**facts), bad or bad_config
 
 
 _OF_ENV = {
@@ -139,8 +139,8 @@ class RankLog:
 
     def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
-            for kept in (self.progress, self.skipped, self.spans, self.first_spans):
-                kept.clear()
+            for series in (self.progress, self.skipped, self.spans, self.first_spans):
+                series.clear()
             self.began_step = beat.step if beat.msg == names.START else max(0, beat.step - 1)
             self._rewind(beat, at)
         elif beat.msg == names.ROLLED_BACK:

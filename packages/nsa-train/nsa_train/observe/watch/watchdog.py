@@ -73,10 +73,10 @@ class Watchdog:
         """Check the run once; returns the current findings."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
-        found = phase(history, findings)
-        if found != self.phase:
-            self.phase = found
-            self.log(f"{found} at step {history.step}")
+        now_phase = phase(history, findings)
+        if now_phase != self.phase:
+            self.phase = now_phase
+            self.log(f"{now_phase} at step {history.step}")
         if (unreadable := history.unreadable.total()) != self._unreadable:
             self._unreadable = unreadable
             self.log(records.describe_unreadable(history.unreadable) or "all records are readable again")
@@ -95,7 +95,7 @@ class Watchdog:
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
-        if found == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
+        if now_phase == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
             self._cause = None  # what ends this process now is not a consequence of an earlier finding
         return findings
 

@@ -37,8 +37,8 @@ class BraillePlot:
 
     def draw(self, width: int, height: int) -> list[Text]:
         """`height` lines, the last of them the horizontal axis, each at most `width` cells wide."""
-        found = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
-        everything = [bucket for each in found for bucket in each]
+        drawn = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
+        everything = [bucket for each in drawn for bucket in each]
         span = value_range(everything, from_zero=self.from_zero, more=[y for _, y in self.points])
         xs = [bucket.x for bucket in everything] + [x for x, _ in self.points]
         if not xs:
@@ -50,7 +50,7 @@ class BraillePlot:
         labels = _labels(span, rows, self.label)
         gutter = max((len(label) for label in labels.values()), default=1)
         canvas = _BrailleCanvas(width - gutter - 2, rows, x_range, span or ValueRange(0.0, 1.0))
-        for place, (each, curve) in enumerate(zip(found, self.curves, strict=True)):
+        for place, (each, curve) in enumerate(zip(drawn, self.curves, strict=True)):
             canvas.draw(each, curve.style)
             canvas.letter(each, curve.letter, f"bold {curve.style}", place)
         for x in self.restarts:
@@ -72,9 +72,9 @@ class _BrailleCanvas:
         self._style = [[""] * self.width for _ in range(height)]
         self._over: dict[tuple[int, int], tuple[str, str]] = {}
 
-    def draw(self, found: Sequence[ChartBucket], style: str) -> None:
+    def draw(self, points: Sequence[ChartBucket], style: str) -> None:
         before: tuple[int, int] | None = None
-        for bucket in found:
+        for bucket in points:
             column = self._column(bucket.x)
             if bucket.not_finite:
                 self._over[0, column // 2] = ("×", _BAD)
@@ -90,9 +90,9 @@ class _BrailleCanvas:
                 self._line(before, (column, mean), style)
             before = (column, mean)
 
-    def letter(self, found: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
+    def letter(self, points: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
         """At four places along the curve, different for each curve."""
-        finite = [bucket for bucket in found if not math.isnan(bucket.mean)]
+        finite = [bucket for bucket in points if not math.isnan(bucket.mean)]
         for quarter in range(4 if letter and finite else 0):
             at = (quarter + (place + 0.5) / 6) / 4
             bucket = finite[min(len(finite) - 1, int(at * len(finite)))]

@@ -56,7 +56,7 @@ def level(share: float) -> str:
 
 
 def plain_ascii(text: Text) -> Text:
-    """The same text for a terminal without Unicode."""
+    """Replace the characters that a terminal without Unicode lacks."""
     styled = Text(text.plain.translate(_ASCII), no_wrap=True, overflow="ellipsis")
     styled.spans = list(text.spans)
     return styled

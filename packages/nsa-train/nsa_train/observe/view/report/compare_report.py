@@ -16,7 +16,7 @@ from nsa_train.observe.view.summary import differing_settings, figures, labels, 
 
 _POINTS = 250
 _MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
-_STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
+STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 
 
 def render(runs: Sequence[RunData]) -> str:
@@ -55,7 +55,7 @@ def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
 
 
 def _style(place: int) -> str:
-    return _STYLES[place % len(_STYLES)]
+    return STYLES[place % len(STYLES)]
 
 
 def _last_step(runs: Sequence[RunData]) -> float:
@@ -95,14 +95,14 @@ def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgC
 def _held_out(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
     lines = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
-        found = run.counted_evaluations()
-        steps, losses = [float(each.step) for each in found], [each.val_loss for each in found]
+        evaluations = run.counted_evaluations()
+        steps, losses = [float(each.step) for each in evaluations], [each.val_loss for each in evaluations]
         lines.append(ChartLine(name, buckets(steps, losses, _POINTS), _style(place)))
     return SvgChart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
 
 
 def _accuracy(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
-    """Of evaluations; no chart if no run has recorded it."""
+    """Draw the held-out accuracies; no chart if no run has recorded one."""
     lines = [accuracy_line(run, name, _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
     chart = SvgChart("held-out accuracy", OF_TOKENS, lines, (0.0, _last_step(runs)), format=share)
     return [chart] if any(line.buckets for line in lines) else []

@@ -47,9 +47,9 @@ def result_tables(
                 for place, head in enumerate(heads, 1)
                 if head.startswith(_AGAINST) and all(row[place] == UNKNOWN for row in rows)
             ]
-            kept = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
+            cells = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
             shown = tuple(head for place, head in enumerate(heads, 1) if place not in unused)
-            yield title, shown, range(numbers.start, numbers.stop - len(unused)), kept
+            yield title, shown, range(numbers.start, numbers.stop - len(unused)), cells
 
 
 def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
@@ -84,9 +84,9 @@ def _evaluation_name(evaluation: ModelEvaluation) -> str:
 
 
 def _loss_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
-    given = [each for each in evaluations if each.held_out and each.held_out["by_position"]][-_MOST_LINES:]
+    drawn = [each for each in evaluations if each.held_out and each.held_out["by_position"]][-_MOST_LINES:]
     lines, last = [], 1.0
-    for evaluation, style in zip(given, _STYLES, strict=False):
+    for evaluation, style in zip(drawn, _STYLES, strict=False):
         assert evaluation.held_out is not None
         points = []
         for row in evaluation.held_out["by_position"]:

@@ -38,11 +38,11 @@ def section(name: str, anchor: str, *content: str) -> str:
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     """(name, value, note)."""
-    made = [
+    cells = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(more)}</span></div>'
         for name, figure, more in figures
     ]
-    return f'<div class="tiles">{"".join(made)}</div>'
+    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def chart_figure(chart: SvgChart) -> str:

@@ -85,13 +85,13 @@ def _x_range(run: RunData) -> tuple[float, float]:
 
 
 def marks(run: RunData) -> list[ChartMark]:
-    found = []
+    drawn = []
     for event in run.events:
         if event.kind == EventKind.RESTART:
-            found.append(ChartMark(event.step, "↻", f"restart from step {event.step:,}"))
+            drawn.append(ChartMark(event.step, "↻", f"restart from step {event.step:,}"))
         elif event.kind == EventKind.ROLLBACK:
-            found.append(ChartMark(event.step, "↶", f"rollback at step {event.step:,}"))
-    return found
+            drawn.append(ChartMark(event.step, "↶", f"rollback at step {event.step:,}"))
+    return drawn
 
 
 def _superseded(run: RunData, name: str) -> list[ChartLine]:
@@ -151,14 +151,16 @@ def _loss(run: RunData) -> SvgChart:
 
 
 def _accuracy(run: RunData) -> list[SvgChart]:
-    """Of evaluations; no chart if none has recorded it."""
+    """Draw the held-out accuracy; no chart if no evaluation has recorded it."""
     line = accuracy_line(run, "held-out accuracy", "c1")
     return [_chart(run, "held-out accuracy", OF_TOKENS, [line], share)] if line.buckets else []
 
 
 def accuracy_line(run: RunData, label: str, style: str) -> ChartLine:
-    found = run.counted_evaluations()
-    values = buckets([float(each.step) for each in found], [each.val_accuracy for each in found], MOST_POINTS)
+    evaluations = run.counted_evaluations()
+    values = buckets(
+        [float(each.step) for each in evaluations], [each.val_accuracy for each in evaluations], MOST_POINTS
+    )
     return ChartLine(label, values, style)
 
 

@@ -124,10 +124,10 @@ def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, s
 
 
 def _gates(run: RunData) -> str:
-    made = gate_pictures(run)
-    if made is None:
+    drawn = gate_pictures(run)
+    if drawn is None:
         return '<p class="quiet">No gate values by layer recorded.</p>'
-    pictures, low, high, layers, (first, last) = made
+    pictures, low, high, layers, (first, last) = drawn
     height = max(40, min(300, layers * 14))
     figures = []
     for branch, uri in pictures:
@@ -170,8 +170,8 @@ def _goodput(wall: Goodput | None) -> str:
         name = SafeHtml(f'<span class="swatch {_SWATCHES[cause]}"></span>{cause.value}')
         rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), HOW_MEASURED[cause]))
     rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
-    made = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
-    return f'<div class="bar">{"".join(bar)}</div>{made}'
+    causes = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
+    return f'<div class="bar">{"".join(bar)}</div>{causes}'
 
 
 def _findings(snapshot: RunSnapshot) -> str:
@@ -180,13 +180,15 @@ def _findings(snapshot: RunSnapshot) -> str:
         "watchdog, if one was running."
     )
     if snapshot.findings:
-        made = table(
+        content = table(
             ("level", "condition", "rank", "step", "values", "what to do"),
             [_finding_row(group) for group in snapshot.grouped()],
         )
     else:
-        made = '<p class="good">✓ no findings</p>'
-    return f'<p class="quiet">{about}</p>{made}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
+        content = '<p class="good">✓ no findings</p>'
+    return (
+        f'<p class="quiet">{about}</p>{content}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
+    )
 
 
 def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
@@ -217,8 +219,8 @@ def _found_before(events: Sequence[RunEvent]) -> str:
             rows[place] = (*rows[place][:4], moment(event.ts), rows[place][5])
     if not rows:
         return ""
-    made = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
-    return f"<h3>found by the watchdog <small>newest first</small></h3>{made}"
+    content = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
+    return f"<h3>found by the watchdog <small>newest first</small></h3>{content}"
 
 
 def _health_log(folder: Path) -> str:
@@ -238,10 +240,10 @@ def _events(events: Sequence[RunEvent]) -> str:
         (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", event_text(event))
         for event in reversed(events[-_MOST_EVENTS:])
     ]
-    made = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
+    content = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
     some = f"the newest {_MOST_EVENTS} of {len(events):,}" if len(events) > _MOST_EVENTS else f"all {len(events)}"
     opened = " open" if len(events) <= 20 else ""
-    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{made}</details>"
+    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{content}</details>"
 
 
 def _config(run: RunData) -> str:
@@ -252,10 +254,10 @@ def _config(run: RunData) -> str:
     order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
     rows = [(plain(key), value_text(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
     classes = ["default" if origins.get(key) == "default" else "" for key in order]
-    given = sum(not each for each in classes)
-    made = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
-    words = f"{given} settings were given, {len(order) - given} are defaults; given settings come first."
-    return f'<p class="quiet">{words}</p>{filter_field("settings")}{made}'
+    changed = sum(not each for each in classes)
+    content = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
+    words = f"{changed} settings were given, {len(order) - changed} are defaults; given settings come first."
+    return f'<p class="quiet">{words}</p>{filter_field("settings")}{content}'
 
 
 def _environment(run: RunData) -> str:

@@ -226,19 +226,19 @@ class _SvgDrawing:
 
 
 def _scaled(line: ChartLine, scale: Callable[[float], float]) -> ChartLine:
-    found = [
+    labels = [
         bucket._replace(low=scale(bucket.low), high=scale(bucket.high), mean=scale(bucket.mean))
         if bucket.low > 0
         else bucket._replace(low=math.nan, high=math.nan, mean=math.nan)
         for bucket in line.buckets
     ]
-    return ChartLine(line.label, found, line.style, line.band, line.in_hover)
+    return ChartLine(line.label, labels, line.style, line.band, line.in_hover)
 
 
-def _stretches(found: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
+def _stretches(line_buckets: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
     """Stretches of finite buckets: a line does not bridge non-finite ones."""
     stretch: list[ChartBucket] = []
-    for bucket in found:
+    for bucket in line_buckets:
         if math.isnan(bucket.mean):
             if stretch:
                 yield stretch
@@ -249,12 +249,12 @@ def _stretches(found: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
         yield stretch
 
 
-def _nearest(found: Sequence[ChartBucket], x: float) -> ChartBucket:
-    low, high = 0, len(found) - 1
+def _nearest(line_buckets: Sequence[ChartBucket], x: float) -> ChartBucket:
+    low, high = 0, len(line_buckets) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if found[middle].x <= x:
+        if line_buckets[middle].x <= x:
             low = middle
         else:
             high = middle
-    return min((found[low], found[high]), key=lambda bucket: abs(bucket.x - x))
+    return min((line_buckets[low], line_buckets[high]), key=lambda bucket: abs(bucket.x - x))
