@@ -212,7 +212,7 @@ def test_every_module_keeps_the_directions() -> None:
         ("nsa_train.train.run", "from olmo_core.train import Trainer"),
         ("nsa_train.train.callbacks.heartbeat_callback", "from olmo_core.train.callbacks import Callback"),
         ("nsa_train.train.dry_run", "def f(module):\n    return module._clip_grad_norm(1.0)"),
-        ("nsa_train.train.run_report", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
+        ("nsa_train.train.run_outputs", "class A:\n    def f(self):\n        self.trainer._metrics.clear()"),
         ("nsa_train.observe.watch.watchdog", "from nsa_train.train import build"),
         ("nsa.check.gpu_check.speed", "from proofs.perf_model import predict"),
         ("nsa_train.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
@@ -252,7 +252,7 @@ def test_a_package_without_a_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
         ("nsa.hf.modeling", "import transformers.cache_utils\nfrom nsa.model import transformer"),
         ("nsa_train.train.engine.build", "def f(trainer):\n    trainer._metrics.clear()"),
         (
-            "nsa_train.train.run_report",
+            "nsa_train.train.run_outputs",
             "import torch\nclass A:\n    def f(self):\n        return self._a, torch._C._x",
         ),
         (

@@ -20,7 +20,7 @@ from nsa_train.cli.report import DEFAULT_NAME
 if TYPE_CHECKING:
     from nsa_train.observe.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
-    from nsa_train.train.run_report import RunReporter
+    from nsa_train.train.run_outputs import RunReporter
 
 STEPS_PER_MINUTE = 120
 """Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""

@@ -41,7 +41,7 @@ from nsa_train.train.resume import (
     require_same_data,
     require_same_settings,
 )
-from nsa_train.train.run_report import DocumentProgress, RunReport, RunReporter
+from nsa_train.train.run_outputs import DocumentProgress, RunReport, RunReporter
 from nsa_train.train.signal_handlers import SignalHandlers
 from nsa_train.train.start_options import StartOptions
 

@@ -9,7 +9,7 @@ from string import ascii_uppercase
 from nsa_train.config.layer import flatten
 from nsa_train.observe.events import EventKind
 from nsa_train.observe.view.formatting import count, duration, number, plain, share
-from nsa_train.observe.view.goodput import Goodput, TimeCause, goodput
+from nsa_train.observe.view.measured_goodput import Goodput, TimeCause, goodput
 from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.watch.trends import smoothed_last
 

@@ -37,7 +37,7 @@ from nsa_train.train.distributed import HostCollectives
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback
 from nsa_train.train.engine.lm_head import SCORE_SUMS
-from nsa_train.train.run_report import EventLogCallback
+from nsa_train.train.run_outputs import EventLogCallback
 
 
 def make_bad_step_policy(config: RunConfig) -> BadStepPolicy:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.observe.events import EventKind
-from nsa_train.observe.view.goodput import TimeCause, goodput
+from nsa_train.observe.view.measured_goodput import TimeCause, goodput
 from nsa_train.observe.view.report.run_report import render
 from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.view.snapshot import RunSnapshot, take_snapshot

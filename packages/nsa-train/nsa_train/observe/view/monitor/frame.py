@@ -26,7 +26,7 @@ from nsa_train.observe.view.formatting import (
     plain,
     share,
 )
-from nsa_train.observe.view.goodput import TimeCause
+from nsa_train.observe.view.measured_goodput import TimeCause
 from nsa_train.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa_train.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
 from nsa_train.observe.view.run_data import BRANCHES, RunData

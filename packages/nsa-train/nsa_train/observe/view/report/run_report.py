@@ -22,8 +22,8 @@ from nsa_train.observe.view.formatting import (
     plain,
     share,
 )
-from nsa_train.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause
-from nsa_train.observe.view.report.evaluations import evaluation_section
+from nsa_train.observe.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause
+from nsa_train.observe.view.report.evaluation_tables import evaluation_section
 from nsa_train.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa_train.observe.view.report.run_charts import charts, gate_pictures
 from nsa_train.observe.view.report.timeline import timeline

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nsa_train.observe.events import EventKind, RunEvent
 from nsa_train.observe.view.downsample import nice_step
 from nsa_train.observe.view.formatting import clock, duration, event_text
-from nsa_train.observe.view.goodput import Goodput
+from nsa_train.observe.view.measured_goodput import Goodput
 from nsa_train.observe.view.report.run_charts import time_unit
 from nsa_train.observe.watch.conditions import AlertLevel
 

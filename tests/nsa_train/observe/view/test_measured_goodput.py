@@ -10,7 +10,7 @@ import pytest
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent
 from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput
+from nsa_train.observe.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause, goodput
 from nsa_train.observe.view.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
 from tests.nsa_train.observe.recorded import a_beat, progress
 
