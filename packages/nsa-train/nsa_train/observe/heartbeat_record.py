@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from nsa_train.observe import records
 
+GATE_BRANCHES = ("compressed", "selected", "sliding")
+"""Order of the gate shares."""
 _MIB = 2.0**20
 
 
@@ -215,13 +217,13 @@ class HeartbeatRecord:
     )
     gate_branch_shares: tuple[float, ...] | None = _field(
         "Mean weight of each branch.",
-        unit="shares, in the order compressed, selected, sliding",
-        columns=("gate_share_0", "gate_share_1", "gate_share_2"),
+        unit=f"shares, in the order {', '.join(GATE_BRANCHES)}",
+        columns=tuple(f"gate_share_{place}" for place in range(len(GATE_BRANCHES))),
         no_gauge="nsa_gate_share_mean_ratio",
     )
     gate_shares_by_layer: tuple[tuple[float, ...], ...] | None = _field(
         "Mean weight of each branch in each layer.",
-        unit="shares, in the order compressed, selected, sliding, one triple per layer",
+        unit=f"shares, in the order {', '.join(GATE_BRANCHES)}, one triple per layer",
         no_gauge="nsa_gate_share_ratio",
     )
     sel_k_mean: float | None = _field(

@@ -14,14 +14,13 @@ from typing import Any, Literal, NamedTuple
 from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.heartbeat_record import METRICS, HeartbeatRecord, PrometheusGauge
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS, HeartbeatRecord, PrometheusGauge
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.observe.watch.health import examine, stall_limit_s
 from nsa_train.observe.watch.history import ClockReading, RankLog, RunFacts, RunHistory
 from nsa_train.terminal_text import printable
 
 _LONGEST_LABEL = 80
-_GATE_BRANCHES = ("compressed", "selected", "sliding")
 
 
 class MetricDefinition(NamedTuple):
@@ -235,10 +234,10 @@ def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
     for name, gauge in GAUGES.items():
         if name in figures:
             yield MetricSample(MetricDefinition(gauge.name, gauge.help), gauge.labels, figures[name] * gauge.scale)
-    for branch, share in zip(_GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
+    for branch, share in zip(GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
         yield MetricSample(_SHARE_MEAN, {"branch": branch}, share)
     for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
-        for branch, share in zip(_GATE_BRANCHES, shares, strict=False):
+        for branch, share in zip(GATE_BRANCHES, shares, strict=False):
             yield MetricSample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):

@@ -20,7 +20,7 @@ from nsa_train.observe import records
 from nsa_train.observe.evaluations import ModelEvaluation, read_evaluations
 from nsa_train.observe.events import RunEvent, read_events_and_damage
 from nsa_train.observe.heartbeat_file import beat_fields
-from nsa_train.observe.heartbeat_record import METRICS
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.observe.watch.tail import RecordTail
 
@@ -28,8 +28,7 @@ RANK_COLUMNS = tuple(name for name, metric in METRICS.items() if metric.every_ra
 """Columns kept for every rank; all others are kept for the lowest rank only."""
 LEAD_COLUMNS = (*(name for name, metric in METRICS.items() if metric.title), "step_s", "tokens_seen")
 """Columns that are drawn, and those that summaries are computed from."""
-BRANCHES = ("compressed", "selected", "sliding")
-SHARES = tuple(f"share_{branch}" for branch in BRANCHES)
+SHARES = tuple(f"share_{branch}" for branch in GATE_BRANCHES)
 """Columns made from `gate_branch_shares`."""
 
 ABSENT = math.nan

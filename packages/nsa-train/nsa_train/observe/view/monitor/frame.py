@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.heartbeat_record import METRICS
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.view.formatting import (
     accuracy_text,
     as_float,
@@ -29,7 +29,7 @@ from nsa_train.observe.view.formatting import (
 from nsa_train.observe.view.measured_goodput import TimeCause
 from nsa_train.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa_train.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
-from nsa_train.observe.view.run_data import BRANCHES, RunData
+from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.view.snapshot import RunSnapshot
 from nsa_train.observe.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.observe.watch.trends import smoothed_last
@@ -214,7 +214,7 @@ def _gates(run: RunData, width: int, height: int) -> list[Text]:
     else:
         means = last.get("gate_branch_shares") or [math.nan] * 3
         room = width - 11 - 7
-        for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
+        for branch, (name, mean) in enumerate(zip(GATE_BRANCHES, means, strict=False)):
             values = [layer[branch] for layer in layers]
             strip = _strip(values, room)
             lines.append(line((f"{name:10} ", ""), (f"{share(as_float(mean)):>6} ", "bold"), (strip, "cyan")))

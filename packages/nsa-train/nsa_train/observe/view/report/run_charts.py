@@ -7,11 +7,11 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from nsa_train.observe.events import EventKind
-from nsa_train.observe.heartbeat_record import METRICS
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.view.downsample import ChartBucket, buckets
 from nsa_train.observe.view.formatting import accuracy_text, count, memory, metric_format, number, plain, share
 from nsa_train.observe.view.report.svg_chart import MOST_POINTS, ChartLine, ChartMark, SvgChart
-from nsa_train.observe.view.run_data import BRANCHES, RANK_COLUMNS, SHARES, RunData
+from nsa_train.observe.view.run_data import RANK_COLUMNS, SHARES, RunData
 
 _LOG_FROM = 1000.0
 """Ratio of largest to smallest gradient norm above which the axis is logarithmic."""
@@ -174,7 +174,7 @@ def _grad_norm(run: RunData) -> SvgChart:
 def _shares(run: RunData) -> SvgChart:
     lines = [
         ChartLine(branch, buckets(run.lead.counted("step"), run.lead.counted(name), MOST_POINTS), f"c{place + 1}")
-        for place, (name, branch) in enumerate(zip(SHARES, BRANCHES, strict=True))
+        for place, (name, branch) in enumerate(zip(SHARES, GATE_BRANCHES, strict=True))
     ]
     return _chart(run, "gate shares", "mean over layers", lines, share)
 
@@ -234,7 +234,7 @@ def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, in
     chosen = gates if len(gates) <= _COLUMNS else [gates[i * len(gates) // _COLUMNS] for i in range(_COLUMNS)]
     low, high = min(finite), max(finite)
     pictures = []
-    for place, branch in enumerate(BRANCHES):
+    for place, branch in enumerate(GATE_BRANCHES):
         cells = [[_at(each.shares[layer], place) for each in chosen] for layer in range(layers)]
         pictures.append((branch, _png_uri(cells, low, high)))
     return pictures, low, high, layers, (chosen[0].step, chosen[-1].step)
