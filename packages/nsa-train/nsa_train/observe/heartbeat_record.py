@@ -309,7 +309,8 @@ class HeartbeatRecord:
             definition = RECORD_FIELDS[name]
             if definition.is_metric:
                 numbers[name] = value
-            numbers |= zip(definition.columns, value, strict=False) if definition.columns else ()
+            elif definition.columns:
+                numbers |= zip(definition.columns, value, strict=False)
         return numbers
 
 
