@@ -1,5 +1,5 @@
-"""An option of the attention, and a pooling operator, are written once: a copy of the tree with a new one has it
-everywhere. The number of source files that a patch touches is the measure."""
+"""An option of the attention, a pooling operator, a metric of a run and a health condition are written once: a copy of
+the tree with a new one has it everywhere. The number of source files that a patch touches is the measure."""
 
 import ast
 import shutil
@@ -14,7 +14,7 @@ from nsa.option_fields import options_of
 
 ROOT = Path(__file__).parents[1]
 LIBRARY, TRAINER = PACKAGES = ROOT / "packages/nsa-attention/nsa", ROOT / "packages/nsa-train/nsa_train"
-MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI = 3, 2
+MOST_FILES_OF_AN_OPTION, MOST_FILES_OF_A_PHI, MOST_FILES_OF_A_METRIC, MOST_FILES_OF_A_CONDITION = 3, 2, 2, 2
 
 OPTION = {
     "nsa/core/attention_config.py": (
@@ -117,6 +117,101 @@ for broken in ({"phi_pos_emb": True}, {"rope_compressed": "before"}):
     except ValueError as error:
         assert "nsa.phi (last)" in str(error), error
 """
+METRIC = {
+    "nsa_train/observe/heartbeat_record.py": (
+        "    gpu_mem_alloc: float | None = _field(",
+        "    open_files: int | None = _field(\n"
+        '        "Files that the process has open.", unit="files", title="open files", format=MetricFormat.COUNT,\n'
+        '        gauge="nsa_open_files",\n'
+        "    )\n"
+        "    gpu_mem_alloc: float | None = _field(",
+    ),
+    "nsa_train/train/callbacks/heartbeat_callback.py": (
+        '            "host_mem_rss": _resident_mib(),\n',
+        '            "host_mem_rss": _resident_mib(), "open_files": len(os.listdir("/proc/self/fd")),\n',
+    ),
+}
+USE_OF_THE_METRIC = f"""
+sys.path.append({str(ROOT)!r})
+import runpy
+from pathlib import Path
+from nsa_train import names
+from nsa_train.observe.export.run_metrics import CountedHistory, samples, served_names
+from nsa_train.observe.heartbeat_file import JsonLines, read_beats
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.metric_writers import TRAINING_COLUMNS, tracked_numbers
+from nsa_train.observe.view.monitor.frame import frame
+from nsa_train.observe.view.report.compare_report import render as compare
+from nsa_train.observe.view.report.run_report import render as report
+from nsa_train.observe.view.run_data import load
+from nsa_train.observe.view.snapshot import take_snapshot
+from nsa_train.observe.watch.history import ClockReading
+from tools.docs.reference_pages import heartbeat_page
+
+run = Path("run")
+lines = JsonLines(run / names.heartbeat(0))
+for step in range(1, 9):
+    beat = HeartbeatRecord.now(ts=1e9 + step, rank=0, step=step, msg=names.PROGRESS, loss=2.0, open_files=1200 + step)
+    lines.append(beat.to_line())
+lines.close()
+assert [beat.open_files for beat in read_beats(run / names.heartbeat(0))] == list(range(1201, 1209))
+assert "open_files" in TRAINING_COLUMNS and tracked_numbers(beat)["train/open_files"] == 1208
+history = CountedHistory()
+history.add(beat, beat.ts)
+scraped = samples(history, ClockReading(beat.ts, beat.ts), set())
+served = {{sample.metric.served_name: sample.value for sample in scraped}}
+assert "nsa_open_files" in served_names() and served["nsa_open_files"] == 1208
+row = "| `open_files` | whole number | files | Files that the process has open. |"
+assert row in heartbeat_page().splitlines()
+assert any("open files 1,208" in line.plain for line in frame(take_snapshot(run), 120, 60))
+assert "open files" in report(take_snapshot(run)) and "open files" in compare([load(run), load(run)])
+dashboard = runpy.run_path({str(ROOT / "ops/grafana/make_dashboard.py")!r})["text"]()
+assert "nsa_open_files" in dashboard
+"""
+USE_OF_THE_METRIC_BY_THE_CALLBACK = """
+from types import SimpleNamespace
+import torch
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
+
+values = HeartbeatCallback._memory(SimpleNamespace(trainer=SimpleNamespace(device=torch.device("cpu"))))
+assert HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg="progress", **values).metrics()["open_files"] > 2
+"""
+CONDITION = {
+    "nsa_train/observe/watch/conditions.py": (
+        "CONDITIONS = _table(\n",
+        "CONDITIONS = _table(\n"
+        "    HealthCondition(\n"
+        '        "lr_zero", _W, "learning rate of 0 for {gate_records} records", "check train.lr_schedule",\n'
+        '        AlertRule("lr", f"max {_BY_RUN} (nsa_learning_rate) == 0", _WARNING_FOR_S),\n'
+        "    ),\n",
+    ),
+    "nsa_train/observe/watch/health.py": (
+        "        yield from _memory(log, limits)\n",
+        "        yield from _memory(log, limits)\n"
+        "        if all(beat.lr == 0 for beat in list(log.progress)[-limits.gate_records :]):\n"
+        '            yield "lr_zero", "learning rate 0"\n',
+    ),
+}
+USE_OF_THE_CONDITION = f"""
+sys.path.append({str(ROOT)!r})
+import yaml
+from nsa_train.observe.export.alert_rules import rule_file
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.watch.conditions import HealthLimits
+from nsa_train.observe.watch.health import examine
+from nsa_train.observe.watch.history import RunHistory
+from tools.docs.runbook_table import table
+
+history = RunHistory()
+for step in range(1, 5):
+    history.add(HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg="progress", loss=1.0, lr=0.0), float(step))
+assert [finding.name for finding in examine(history, now=5.0, limits=HealthLimits())] == ["lr_zero"]
+rules = {{rule["alert"]: rule for group in yaml.safe_load(rule_file())["groups"] for rule in group["rules"]}}
+assert rules["NSALrZero"]["expr"] == "max by (instance, job, run) (nsa_learning_rate) == 0"
+assert rules["NSALrZero"]["annotations"]["summary"].endswith("learning rate of 0 for 3 records")
+assert any("`lr_zero`" in row and "check train.lr_schedule" in row for row in table().splitlines())
+"""
 
 
 def patched_tree(folder: Path, patch: dict[str, tuple[str, str]]) -> Path:
@@ -160,6 +255,26 @@ def test_a_phi_is_one_row(tmp_path):
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
     assert len(PHI) <= MOST_FILES_OF_A_PHI
     run_in(patched_tree(tmp_path, PHI), USE_OF_THE_PHI)
+
+
+@pytest.fixture(scope="module")
+def with_metric(tmp_path_factory) -> Path:
+    return patched_tree(tmp_path_factory.mktemp("metric"), METRIC)
+
+
+def test_a_metric_reaches_every_reader(with_metric):
+    assert len(METRIC) <= MOST_FILES_OF_A_METRIC
+    run_in(with_metric, USE_OF_THE_METRIC)
+
+
+def test_a_metric_is_recorded_by_the_callback(with_metric):
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    run_in(with_metric, USE_OF_THE_METRIC_BY_THE_CALLBACK)
+
+
+def test_a_health_condition_is_a_row_and_a_check(tmp_path):
+    assert len(CONDITION) <= MOST_FILES_OF_A_CONDITION
+    run_in(patched_tree(tmp_path, CONDITION), USE_OF_THE_CONDITION)
 
 
 def test_no_other_source_lists_the_options():

@@ -1,7 +1,9 @@
 """Train a dense model of about 5M parameters on long documents, convert it, warm it up, heal it.
 
-    nsa data demo artifacts/demo
     python -m experiments.convert_dense.run
+
+artifacts/demo holds parquet files of English text with many long documents; the recorded results are of the Debian
+documentation that `nsa data demo` of commit 88b37fb3 and earlier wrote.
 
 Every stage is an `nsa` command, printed before it runs; its output is in FOLDER/logs. A stage whose result exists is
 left out, and a training run that was interrupted continues, so the same command goes on after an interruption. Then:
@@ -126,7 +128,7 @@ def _sparse_stages(folder: Path) -> list[Stage]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for everything that is made (default {FOLDER})")
-    parser.add_argument("--demo", type=Path, default=DEMO, help=f"the corpus of `nsa data demo` (default {DEMO})")
+    parser.add_argument("--demo", type=Path, default=DEMO, help=f"folder of parquet files (default {DEMO})")
     parser.add_argument("--until", help="name of the last stage to run")
     given = parser.parse_args()
     logs = given.folder / "logs"

@@ -1,11 +1,14 @@
 """Writes the Grafana dashboard nsa.json: `python ops/grafana/make_dashboard.py`.
 
-Three panels per row. Every expression is filtered by the run and rank selected at the top.
+Three panels per row. Every expression is filtered by the run and rank selected at the top. A gauge of a heartbeat field
+that no panel asks for gets one in the last row.
 """
 
 import json
 from pathlib import Path
 from typing import Any
+
+from nsa_train.observe.heartbeat_record import METRICS, MetricFormat
 
 FILE = Path(__file__).with_name("nsa.json")
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -83,13 +86,14 @@ ROWS: dict[str, list[Panel]] = {
         ("Health findings", "short", [(f"nsa_findings{{{RUN}}} > 0", "{{run}} {{condition}}")]),
     ],
 }  # fmt: skip
+_UNITS = {MetricFormat.SHARE: "percentunit", MetricFormat.DURATION: "s"}
 FIRING = 'ALERTS{alertstate="firing", alertname=~"NSA.*", run=~"$run|"}'
 
 
 def dashboard() -> dict[str, Any]:
     panels = [_panel("Firing alerts", "short", [(FIRING, "{{alertname}} {{run}} {{rank}}")], "table", (0, 0, 24, 6))]
     top = 6
-    for title, row in ROWS.items():
+    for title, row in {**ROWS, "Other metrics": _other_panels()}.items():
         panels.append(
             {"type": "row", "title": title, "collapsed": False, "panels": [], "gridPos": _place(0, top, 24, 1)}
         )
@@ -108,6 +112,19 @@ def dashboard() -> dict[str, Any]:
         ]},
         "panels": panels,
     }  # fmt: skip
+
+
+def _other_panels() -> list[Panel]:
+    shown = "".join(expr for row in ROWS.values() for _, _, targets in row for expr, _ in targets)
+    return [
+        (
+            metric.about,
+            _UNITS.get(metric.format, "short"),
+            [(f"{metric.gauge.name}{{{RANK}}}", "{{run}} rank {{rank}}")],
+        )
+        for metric in METRICS.values()
+        if metric.gauge is not None and f"{metric.gauge.name}{{" not in shown
+    ]
 
 
 def _panel(

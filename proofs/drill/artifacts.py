@@ -5,7 +5,8 @@ from pathlib import Path
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.observe.events import EventKind, RunEvent, read_events
-from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train.observe.heartbeat_file import read_beats
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 
 StepHistory = dict[int, tuple[float | None, float | None]]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.events import parse_event, read_events_and_damage
-from nsa_train.observe.heartbeat import JsonLines, beat_parser, last_beat, read_beats
+from nsa_train.observe.heartbeat_file import JsonLines, beat_parser, last_beat, read_beats
 from nsa_train.observe.records import LONGEST_LINE
 from nsa_train.observe.watch.tail import RecordTail
 from tests.fuzz.campaign import FuzzCampaign

@@ -1,19 +1,16 @@
 """Reference pages written from the code: commands with their options, exit codes, fields of a heartbeat."""
 
-import ast
 import inspect
 import re
 import types
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, get_args
 
 import typer
 
 from nsa.errors import ExitCode
-from nsa_train import names
 from nsa_train.cli.main import app
-from nsa_train.observe.heartbeat import FIXED_FIELDS, HeartbeatRecord
+from nsa_train.observe.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS
 
 NOTE = "<!-- Written by `python -m tools.docs.regenerate`. -->"
 
@@ -121,7 +118,6 @@ def exit_codes_page() -> str:
 
 
 def heartbeat_page() -> str:
-    meanings = field_docstrings(HeartbeatRecord)
     lines = [
         "# Heartbeat fields",
         "",
@@ -134,23 +130,10 @@ def heartbeat_page() -> str:
         "| field | type | unit | meaning |",
         "|---|---|---|---|",
     ]
-    for field in fields(HeartbeatRecord):
-        unit = names.UNITS.get(field.name, "")
-        kind = type_text(field.type) + (", always" if field.name in FIXED_FIELDS else "")
-        lines.append(f"| `{field.name}` | {kind} | {unit} | {cell(meanings[field.name])} |")
+    for field in RECORD_FIELDS.values():
+        kind = type_text(field.type) + (", always" if field.name in REQUIRED_FIELDS else "")
+        lines.append(f"| `{field.name}` | {kind} | {field.unit} | {cell(field.about)} |")
     return "\n".join(lines) + "\n"
-
-
-def field_docstrings(kind: type) -> dict[str, str]:
-    """The string after each annotated field of a class."""
-    (tree,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for line, after in zip(tree.body, tree.body[1:], strict=False):
-        is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and is_text:
-            found[line.target.id] = ast.literal_eval(after.value)  # type: ignore[attr-defined]
-    return found
 
 
 _JSON_WORDS = {float: "number", int: "whole number", str: "text", bool: "true or false"}

@@ -60,6 +60,8 @@ class FaultProfile:
     explains: tuple[SightingPattern, ...] = ()
     """Sightings that may occur from the fault until the run has continued."""
     variants: tuple[str, ...] = ("",)
+    lowest_victim: int = 0
+    """Lowest rank that it may befall."""
     may_be_followed: bool = False
     """Another fault may be played while the run recovers from this one."""
     may_follow: bool = False
@@ -148,8 +150,11 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ChaosFault.CLOCK_AHEAD: FaultProfile(
         title="clock of a rank 1 h ahead for 10 s", cost_s=0, named_by=(SightingPattern("finding:clock_skew"),),
         explains=(SightingPattern("finding:clock_skew"),),
+        lowest_victim=1,  # goodput, which is judged, is by the clock of rank 0
     ),
-    ChaosFault.CLOCK_BEHIND: FaultProfile(title="clock of a rank 1 h behind for 10 s", cost_s=0),
+    ChaosFault.CLOCK_BEHIND: FaultProfile(
+        title="clock of a rank 1 h behind for 10 s", cost_s=0, lowest_victim=1,
+    ),
     ChaosFault.HALT_REQUESTED: FaultProfile(
         title="halt by an operator, cleared", cost_s=35, named_by=(SightingPattern("halt"),),
         explains=(*_RESTARTS, *_HALTS),

@@ -81,7 +81,8 @@ def make_plan(seed: int, duration_s: float, not_played: Mapping[ChaosFault, str]
         # Not beside a save, where the watchdog allows a longer silence.
         step = (number + 1) * gap * save_every + chance.randrange(3, save_every - 3)
         for place, fault in enumerate(slot):
-            variant, victim = chance.choice(PROFILES[fault].variants), chance.randrange(RANKS)
+            profile = PROFILES[fault]
+            variant, victim = chance.choice(profile.variants), chance.randrange(profile.lowest_victim, RANKS)
             after_s = round(chance.uniform(1.0, 12.0), 1) if place else None
             planned.append(PlannedFault(len(planned), fault, step, victim, variant, after_s))
     steps = (len(slots) + 1) * gap * save_every

@@ -12,7 +12,8 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent, parse_event
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa_train.observe.heartbeat_file import beat_parser
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.records import Parsed
 from nsa_train.observe.watch.tail import RecordTail
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nsa_train.observe.view.goodput import TimeCause
+from nsa_train.observe.view.measured_goodput import TimeCause
 from nsa_train.observe.view.snapshot import take_snapshot
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.health import examine

@@ -45,7 +45,7 @@ def test_every_shipped_config_keeps_its_settings_apart_from_its_paths(name):
 
 @pytest.mark.parametrize("name", config_names())
 def test_every_setting_has_a_comment_and_comments_of_the_shipped_file_are_kept(name):
-    text = make_starter(name, Path("my-run"), with_text=False).text
+    text = make_starter(name, Path("my-run")).text
     values = [line for line in text.splitlines() if line.strip() and not line.startswith("#") and line[-1] != ":"]
     assert values
     assert all(" # " in line for line in values)
@@ -56,7 +56,7 @@ def test_every_setting_has_a_comment_and_comments_of_the_shipped_file_are_kept(n
 
 @pytest.mark.parametrize("name", config_names())
 def test_the_commands_exist_and_name_files_of_the_folder(name):
-    starter = make_starter(name, Path("my-run"), with_text=False)
+    starter = make_starter(name, Path("my-run"))
     for command in starter.commands:
         words = shlex.split(command)
         assert words[0] == "nsa"
@@ -81,11 +81,6 @@ def test_without_text_it_says_where_to_put_it():
 def test_a_config_that_downloads_its_data_gets_no_text_folder():
     run_init("my-run", "--config", "base_125m_8k")
     assert [path.name for path in Path("my-run").iterdir()] == ["config.yaml"]
-
-
-def test_a_command_that_builds_a_corpus_is_left_out_if_there_is_one():
-    assert any("nsa data demo" in c for c in make_starter("cpu_half_hour", Path("r"), with_text=False).commands)
-    assert not any("nsa data demo" in c for c in make_starter("cpu_half_hour", Path("r"), with_text=True).commands)
 
 
 @pytest.mark.parametrize("folder", ["two words", "a#b", "it's", "über", "a: b", "deep/er", "*x"])

@@ -13,7 +13,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from nsa.errors import ConfigError, PreflightError
 from nsa_train.checkpoint.lock import RunLock
 from nsa_train.cli.main import app
-from nsa_train.train.preflight_facts import smallest_world
+from nsa_train.train.gather_preflight_facts import smallest_world
 from tests import fork_server
 from tests.nsa_train.train.runs import environment, write_config
 

@@ -13,7 +13,7 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.observe.events import EventKind, add_event, read_events
 from nsa_train.observe.halt_file import read
-from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.heartbeat_file import JsonLines
 from nsa_train.observe.metric_writers import TRAINING_COLUMNS, CsvFile
 from nsa_train.observe.watch.conditions import CONDITIONS
 from tests.nsa_train.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record

@@ -20,7 +20,7 @@ from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.data.rows.batch import EndOfData
 from nsa_train.data.rows.specs import DirectData, PreparedData, SyntheticData
 from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.health import examine
 from nsa_train.observe.watch.history import RunHistory

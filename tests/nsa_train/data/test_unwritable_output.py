@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import DataError
-from nsa_train.data.demo import build_demo
 
 
 @pytest.fixture
@@ -76,9 +75,3 @@ def test_a_tokenizer_that_does_not_fit_on_the_disk_leaves_nothing(source: Path, 
     path = tmp_path / "new" / "t.json"
     assert_message(run("tokenizer", "train", str(source), str(path), "--vocab-size", "300", file_limit=3000), path)
     assert list(path.parent.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["file", "file/demo"])
-def test_demo_says_so_before_it_downloads(source: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=name):
-        build_demo(tmp_path / name)

@@ -14,7 +14,7 @@ from typing import Any
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent
 from nsa_train.observe.failure_codes import FailureCode
-from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import CONDITIONS
 from nsa_train.observe.watch.history import RunFacts, RunHistory
 

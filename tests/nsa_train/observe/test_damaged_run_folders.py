@@ -18,7 +18,7 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.observe.events import read_events
 from nsa_train.observe.export.exporter import RunsCollector
-from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.records import fields, parse_record, read_rows, whole
 from nsa_train.observe.view.run_data import load
 from nsa_train.observe.watch.history import HistoryReader

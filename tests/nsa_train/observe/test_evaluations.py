@@ -15,7 +15,7 @@ from nsa_train.observe.evaluations import (
     require_mergeable,
 )
 from nsa_train.observe.view.layer_chart import MASS_PARTS, layer_advice, layer_bars, layer_svg
-from nsa_train.observe.view.report.evaluations import evaluation_section, result_tables
+from nsa_train.observe.view.report.evaluation_tables import evaluation_section, result_tables
 
 POSITIONS = [
     dict(begin=0, end=128, tokens=128, loss=3.0, standard_error=0.1, bits_per_byte=4.3, accuracy=0.23),

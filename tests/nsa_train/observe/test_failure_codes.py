@@ -12,7 +12,7 @@ from nsa import errors
 from nsa_train import names
 from nsa_train.observe.events import EventKind, LauncherAction, add_event, read_events_and_damage
 from nsa_train.observe.failure_codes import FailureCode, code_of_exception, code_of_exit_status, recorded_code
-from nsa_train.observe.heartbeat import beat_parser
+from nsa_train.observe.heartbeat_file import beat_parser
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.health import examine
 from nsa_train.observe.watch.history import HistoryReader, RunHistory

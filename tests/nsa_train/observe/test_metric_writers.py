@@ -6,8 +6,9 @@ import pytest
 
 from nsa_train import names
 from nsa_train.observe import records
-from nsa_train.observe.heartbeat import CHECKS, HeartbeatRecord
-from nsa_train.observe.metric_writers import MetricWriters
+from nsa_train.observe.heartbeat_file import CHECKS
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.metric_writers import MetricWriters, tracked_numbers
 
 pytest.importorskip("tensorboard", reason="part of the train extra")
 
@@ -35,16 +36,21 @@ def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):
 
 
 def test_csv_has_every_number_of_a_record(tmp_path):
-    """As TensorBoard and the trackers have, except copies in another unit."""
+    """TensorBoard and the trackers have the same."""
     numbers = {field.name: float(n) for n, field in enumerate(fields(HeartbeatRecord)) if field.default is None}
     texts = {name for name, check in CHECKS.items() if check not in (records.number, records.whole, records.amount)}
-    kept = {name: value for name, value in numbers.items() if name not in texts and not name.endswith("_gib")}
+    numbers = {name: value for name, value in numbers.items() if name not in texts}
+    beat = HeartbeatRecord.now(
+        ts=1.0, rank=0, step=1, msg=names.PROGRESS, **numbers, gate_branch_shares=(0.1, 0.2, 0.7)
+    )
     writers = MetricWriters(tmp_path)
-    writers.write(HeartbeatRecord.now(ts=1.0, rank=0, step=1, msg=names.PROGRESS, **kept))
+    writers.write(beat)
     writers.close()
     with (tmp_path / names.TRAINING_CSV).open() as file:
         (row,) = csv.DictReader(file)
-    assert {name: float(row[name]) for name in kept} == kept
+    numbers |= {"gate_share_0": 0.1, "gate_share_1": 0.2, "gate_share_2": 0.7}
+    assert {name: float(row[name]) for name in numbers} == numbers
+    assert tracked_numbers(beat) == {f"train/{name}": value for name, value in numbers.items()}
 
 
 def test_a_file_of_an_older_version_keeps_its_columns(tmp_path):

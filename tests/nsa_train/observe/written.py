@@ -7,7 +7,8 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, add_event
-from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines
+from nsa_train.observe.heartbeat_file import JsonLines
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from tests.nsa_train.observe.recorded import a_run
 
 CONFIG = {"train": {"steps": 1000, "lr": 3e-4, "out_dir": "artifacts/run"}, "nsa": {"n_sel": 4, "l_sel": 64}}

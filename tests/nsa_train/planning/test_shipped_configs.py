@@ -20,7 +20,7 @@ from nsa_train.cli.data import train_tokenizer
 from nsa_train.cli.main import app
 from nsa_train.data.source.hub import FINEWEB_EDU
 from nsa_train.planning.hardware import parse_target
-from nsa_train.train.preflight_facts import gather
+from nsa_train.train.gather_preflight_facts import gather
 from tests.docs.blocks import tokenizer_command
 from tools.docs.plan_pages import PLANNED
 

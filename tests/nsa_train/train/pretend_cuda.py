@@ -136,6 +136,8 @@ def _indexes_by_mask(packet: Any, args: Any) -> bool:
 def _origin() -> str:
     """The innermost frame in our package or in the engine."""
     for frame in reversed(traceback.extract_stack()):
+        if frame.filename == __file__:
+            continue
         path = Path(frame.filename).as_posix()
         for root in ("/olmo_core/", "/nsa_train/", "/nsa/"):
             if root in path:

@@ -17,7 +17,7 @@ from nsa_train.observe.watch.history import HistoryReader
 from nsa_train.planning.hardware import hardware_here, parse_target
 from nsa_train.planning.preflight import RuleStatus, judge
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.preflight_facts import gather, require_preflight
+from nsa_train.train.gather_preflight_facts import gather, require_preflight
 from nsa_train.train.run import train
 from nsa_train.train.start_options import StartOptions
 from proofs.drill.object_store import BUCKET, ObjectStore

@@ -17,7 +17,7 @@ from nsa_train.config import load
 from nsa_train.planning.hardware import GIB, hardware_here
 from nsa_train.planning.preflight import RuleStatus, judge
 from nsa_train.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
-from nsa_train.train.preflight_facts import gather
+from nsa_train.train.gather_preflight_facts import gather
 from tests.nsa_train.train.runs import environment, write_config
 
 ENOUGH = DryRunLimits(memory_bytes=4 * GIB, time_s=120.0)

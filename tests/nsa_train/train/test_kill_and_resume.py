@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nsa_train import names
-from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train.observe.heartbeat_file import read_beats
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from tests.nsa_train.train.runs import environment, write_config
 
 STEPS, SAVE_EVERY = 16, 4

@@ -1,4 +1,4 @@
-"""`nsa data`: build a demo corpus, train a tokenizer, prepare token shards, and check that a source can be read."""
+"""`nsa data`: train a tokenizer, prepare token shards, and check that a source can be read."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from nsa.errors import OutputError
 from nsa_train.cli import prepare, prepared_set
@@ -14,9 +13,7 @@ from nsa_train.cli.outputs import print_line, require_writable_file
 from nsa_train.cli.prepare import SourceOption, TokenizerOption
 from nsa_train.cli.progress_line import ProgressLine
 
-data_app = typer.Typer(
-    help="Build a corpus, train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True
-)
+data_app = typer.Typer(help="Train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True)
 tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
 data_app.add_typer(tokenizer_app, name="tokenizer")
 data_app.command()(prepare.prepare)
@@ -24,35 +21,6 @@ data_app.command()(prepare.bootstrap)
 data_app.command()(prepared_set.inspect)
 data_app.command()(prepared_set.verify)
 data_app.command()(prepared_set.stats)
-
-
-@data_app.command()
-def demo(
-    folder: Path = typer.Argument(help="New or empty folder for the parquet files."),
-    mb: float = typer.Option(0.0, min=0.0, help="Megabytes of text to write; 0 for everything available (about 110)."),
-) -> None:
-    """Download Debian documentation packages and write their English text as parquet in the format of FineWeb-Edu.
-
-    Needs apt-get and dpkg; nothing is installed.
-
-    Example: `nsa data demo data/demo --mb 20`
-    """
-    from nsa_train.data.demo import build_demo
-
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(what: str, done: int, requested: int) -> None:
-            bar.update(task, description=what, completed=done, total=requested or None)
-
-        built = build_demo(folder, megabytes=mb, progress=show)
-    for package in built.packages:
-        print_line(
-            f"{package['package']:24} {package['version']:24} {package['documents']:>6} documents "
-            f"{int(package['text_bytes']) / 1e6:8.2f} MB  {package['licence']}"
-        )
-    print_line(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
 
 
 @tokenizer_app.command("train")
@@ -68,7 +36,7 @@ def train_tokenizer(
 
     An existing file is kept unless --overwrite is given: sets and runs made with it would not fit the new one.
 
-    Example: `nsa data tokenizer train data/demo data/bpe.json --vocab-size 8192`
+    Example: `nsa data tokenizer train my-text data/bpe.json --vocab-size 8192`
     """
     from nsa_train.data.document_stream import sample_texts
     from nsa_train.data.source import open_source

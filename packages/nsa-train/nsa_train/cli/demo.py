@@ -18,9 +18,9 @@ from nsa_train.cli.outputs import print_line
 from nsa_train.cli.report import DEFAULT_NAME
 
 if TYPE_CHECKING:
-    from nsa_train.observe.heartbeat import HeartbeatRecord
+    from nsa_train.observe.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
-    from nsa_train.train.run_report import RunReporter
+    from nsa_train.train.run_outputs import RunReporter
 
 STEPS_PER_MINUTE = 120
 """Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""
@@ -54,7 +54,7 @@ def demo(
 
     steps = steps or max(1, round(minutes * STEPS_PER_MINUTE))
     config, text, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, RUN_FOLDER))
-    starter = make_starter(FIRST_CONFIG, folder, with_text=True)
+    starter = make_starter(FIRST_CONFIG, folder)
     if not config.exists():
         write_starter(folder, starter, with_text=True)
         print_line(f"wrote {config} and a corpus in {text}")
@@ -79,7 +79,7 @@ def demo(
     print_line(f"report: {run / DEFAULT_NAME} · picture: {folder / _PICTURE} (open them in a browser)")
     print_line("next, with your own text:")
     print_line("  nsa init my-run        # then put your text into my-run/text")
-    for command in make_starter(FIRST_CONFIG, Path("my-run"), with_text=True).commands:
+    for command in make_starter(FIRST_CONFIG, Path("my-run")).commands:
         print_line(f"  {command}")
 
 

@@ -41,7 +41,7 @@ def estimate(
 
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.preflight import check_names, failed, judge, require_passed
-    from nsa_train.train.preflight_facts import gather
+    from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
     hardware = parse_target(target, config.runtime.device)

@@ -167,7 +167,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
 
     from nsa_train.observe.evaluations import checked_results
     from nsa_train.observe.view.layer_chart import layer_advice, layer_bars
-    from nsa_train.observe.view.report.evaluations import result_tables
+    from nsa_train.observe.view.report.evaluation_tables import result_tables
 
     console = Console(highlight=False, markup=False)
     width = console.width

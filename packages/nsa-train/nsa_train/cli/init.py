@@ -34,7 +34,7 @@ def init(
         return
     if folder is None:
         raise ConfigError("no folder was given. Name one, e.g. `nsa init my-run`; `--list` prints the shipped configs.")
-    starter = make_starter(config or FIRST_CONFIG, folder, with_text=text)
+    starter = make_starter(config or FIRST_CONFIG, folder)
     write_starter(folder, starter, with_text=text)
     print_line(f"wrote {folder / CONFIG_FILE}" + (f" and a corpus in {folder / TEXT_FOLDER}" if text else ""))
     if starter.reads_text and not text:

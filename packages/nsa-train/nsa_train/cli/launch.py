@@ -141,7 +141,7 @@ def _send_refusal(
 
 def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
     from nsa_train.train.datasets import remote_address
-    from nsa_train.train.preflight_facts import require_preflight, smallest_world
+    from nsa_train.train.gather_preflight_facts import require_preflight, smallest_world
 
     # Held-out rows take time to read. A node that joins later finds the checkpoints of the run that it joins.
     left_to_ranks = ("held_out", "other_run") if nodes[1] > 1 else ("held_out",)

@@ -50,7 +50,7 @@ def plan(
 
     from nsa.errors import ConfigError
     from nsa_train.cli.plan_tables import as_dict, print_plan
-    from nsa_train.planning.goodput import LLAMA3_GPU_HOURS, FailureModel
+    from nsa_train.planning.expected_goodput import LLAMA3_GPU_HOURS, FailureModel
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.layout_plan import plan_layouts
     from nsa_train.train.datasets import vocabulary

@@ -45,7 +45,7 @@ def preflight(
 
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.preflight import RuleStatus, check_names, judge
-    from nsa_train.train.preflight_facts import gather
+    from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
     with ExitStack() as shown:

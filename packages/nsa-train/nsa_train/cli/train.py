@@ -17,9 +17,9 @@ from nsa_train.terminal_text import printable
 from nsa_train.train.start_options import StartOptions
 
 if TYPE_CHECKING:
-    from nsa_train.observe.heartbeat import HeartbeatRecord
+    from nsa_train.observe.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
-    from nsa_train.train.run_report import RunReporter
+    from nsa_train.train.run_outputs import RunReporter
 
 _SEPARATOR = " · "
 _ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."

@@ -21,8 +21,6 @@ FIRST_CONFIG = "cpu_demo"
 """The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
 CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = "config.yaml", "text", "data", "run"
 TOKENIZER_FILE = "bpe.json"
-_BUILT_CORPUS = "artifacts/demo"  # where the headers of shipped configs let `nsa data demo` write
-_BUILDS_CORPUS = "nsa data demo "
 _COMMENT_COLUMN = 32
 
 _COMMAND = re.compile(r"^#   (nsa .*)$")
@@ -37,7 +35,7 @@ class StarterConfig(NamedTuple):
     commands: tuple[str, ...]
     """Shell commands to run next, as the header lists them."""
     reads_text: bool
-    """Whether one of the commands reads the text folder and none of them fills it."""
+    """Whether one of the commands reads the text folder."""
 
 
 class ShippedConfig(NamedTuple):
@@ -71,11 +69,8 @@ def _described(name: str) -> ShippedConfig:
     )
 
 
-def make_starter(name: str, folder: Path, *, with_text: bool) -> StarterConfig:
-    """The shipped config `name` for a run in `folder`.
-
-    `with_text`: the folder has a corpus already, so that no command has to build one.
-    """
+def make_starter(name: str, folder: Path) -> StarterConfig:
+    """The shipped config `name` for a run in `folder`."""
     name = name.removesuffix(".yaml")
     if name not in config_names():
         guess = nearest(name, config_names())
@@ -94,8 +89,6 @@ def make_starter(name: str, folder: Path, *, with_text: bool) -> StarterConfig:
     for line in config_text(name).splitlines():
         if line.startswith("#"):
             command = _COMMAND.match(line)
-            if command and with_text and command[1].startswith(_BUILDS_CORPUS):
-                continue
             line = replaced(line, shlex.quote if command else str)
             if found := _COMMAND.match(line):
                 commands.append(found[1].partition("  #")[0].rstrip())
@@ -112,8 +105,7 @@ def make_starter(name: str, folder: Path, *, with_text: bool) -> StarterConfig:
         lines.append(line)
     commands = commands or [f"nsa train {shlex.quote(str(folder / CONFIG_FILE))}"]
     reads_text = any(shlex.quote(str(folder / TEXT_FOLDER)) in command for command in commands)
-    builds_text = any(command.startswith(_BUILDS_CORPUS) for command in commands)
-    return StarterConfig("\n".join(lines) + "\n", tuple(commands), reads_text and not builds_text)
+    return StarterConfig("\n".join(lines) + "\n", tuple(commands), reads_text)
 
 
 def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
@@ -122,7 +114,6 @@ def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
     moved = {
         f"configs/{name}.yaml": folder / CONFIG_FILE,
         CORPUS_IN_CHECKOUT: folder / TEXT_FOLDER,
-        _BUILT_CORPUS: folder / TEXT_FOLDER,
         config.train.out_dir: folder / RUN_FOLDER,
     }
     if config.data.path:

@@ -18,7 +18,7 @@ from nsa_train.checkpoint.trained_model import TrainedModel
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe.evaluations import read_evaluations
 from nsa_train.observe.view import run_data
-from nsa_train.observe.view.report.evaluations import evaluation_summary
+from nsa_train.observe.view.report.evaluation_tables import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
 FORMAT = 1

@@ -17,7 +17,7 @@ from nsa.files import file_lock, write_atomic
 from nsa_train import names
 from nsa_train.observe import records
 
-FORMAT = 1
+_FORMAT = 1
 HELD_OUT = "held_out_loss"
 SELECTION = "selection"
 AGREEMENT = "agreement"
@@ -84,7 +84,7 @@ class ModelEvaluation:
     held_out: dict[str, Any] | None = None
     """data, seq_len, rows, tokens, loss, bits_per_byte, accuracy and by_position: rows of begin, end, …"""
     held_out_against: dict[str, Any] | None = None
-    """The same of the reference model, with its name: model."""
+    """As `held_out`, for the reference model, with its name: model."""
     agreement: dict[str, Any] | None = None
     """data, rows, against, tokens, loss, against_loss, difference, same_top, divergence, …, and by_position."""
     layers: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class ModelEvaluation:
     selection: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, queries, hit_rate, chance, mass_caught, window_mass, …"""
     selection_against: list[dict[str, Any]] = field(default_factory=list)
-    """The same of the reference model, if it selects blocks."""
+    """As `selection`, for the reference model, if it selects blocks."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, questions, chance, fact_hit, accuracy, …; the one without a layer is about any layer."""
     lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -104,12 +104,12 @@ class ModelEvaluation:
 
 def read_evaluations(run: Path) -> list[ModelEvaluation]:
     """All results below a run folder or an exported model, oldest step first; reading raises nothing."""
-    found = []
+    evaluations = []
     for path in (run / names.EVALUATIONS).glob("*.json"):
         step = names.step_of(path.stem)
         if step is not None or path.name == names.evaluation(None):
-            found.append(_checked(step, path))
-    return sorted(found, key=lambda each: (each.step is not None, each.step or 0))
+            evaluations.append(_checked(step, path))
+    return sorted(evaluations, key=lambda each: (each.step is not None, each.step or 0))
 
 
 def evaluation_file(folder: Path, step: int | None) -> Path:
@@ -129,7 +129,7 @@ def merge_results(path: Path, *, step: int | None, model: str, results: Mapping[
         merged = {**content.get("results", {})}
         for name, result in results.items():
             merged[name] = _merged(merged.get(name), {**result, "nsa": __version__, "ts": round(time.time(), 3)})
-        content = {"format": FORMAT, "step": step, "model": model, "results": merged}
+        content = {"format": _FORMAT, "step": step, "model": model, "results": merged}
         write_atomic(path, json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n")
 
 
@@ -142,7 +142,7 @@ def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     content, damaged = records.read_section(path)
-    if damaged or (content is not None and content.get("format") != FORMAT):
+    if damaged or (content is not None and content.get("format") != _FORMAT):
         raise OutputError(
             f"{path} is not a results file of this version, so results cannot be added to it. Move it away, or name "
             f"another file with --out."
@@ -152,55 +152,58 @@ def _read(path: Path) -> dict[str, Any]:
 
 def checked_results(step: int | None, results: Mapping[str, Any], model: str = "") -> ModelEvaluation:
     """Results as they are written to a file, with every value checked."""
-    made = ModelEvaluation(step, model)
+    evaluation = ModelEvaluation(step, model)
     for name, value in results.items():
         result = records.section(value) or {}
         if name == HELD_OUT:
-            made.held_out = _positions(made, result, _HELD_OUT, ("loss", "tokens"))
+            evaluation.held_out = _positions(evaluation, result, _HELD_OUT, ("loss", "tokens"))
             if (other := records.section(result.get("against"))) is not None:
-                made.held_out_against = _positions(made, other, _HELD_OUT, ("loss", "tokens"))
+                evaluation.held_out_against = _positions(evaluation, other, _HELD_OUT, ("loss", "tokens"))
         elif name == AGREEMENT:
-            made.agreement = _positions(made, result, _AGREEMENT, _COMPARED_REQUIRED)
+            evaluation.agreement = _positions(evaluation, result, _AGREEMENT, _COMPARED_REQUIRED)
         elif name == LAYERS:
-            kept, damaged = records.fields(result, _LAYERS, required=("divergence",))
-            made.unreadable += int(damaged)
-            if kept is not None:
-                kept["layers"] = _rows(kept.get("layers"), _HARM, ("layer", "harm", "gain"))
-            made.layers = kept
+            values, damaged = records.fields(result, _LAYERS, required=("divergence",))
+            evaluation.unreadable += int(damaged)
+            if values is not None:
+                values["layers"] = _rows(values.get("layers"), _HARM, ("layer", "harm", "gain"))
+            evaluation.layers = values
         elif name == SELECTION:
-            made.selection = _rows(result.get("layers"), _LAYER, _LAYER_REQUIRED)
+            evaluation.selection = _rows(result.get("layers"), _LAYER, _LAYER_REQUIRED)
             other = records.section(result.get("against")) or {}
-            made.selection_against = _rows(other.get("layers"), _LAYER, _LAYER_REQUIRED)
+            evaluation.selection_against = _rows(other.get("layers"), _LAYER, _LAYER_REQUIRED)
             facts = records.section(result.get("facts")) or {}
             for rows, required in ((facts.get("layers"), ("layer",)), ([facts.get("any_layer")], ())):
-                made.facts += _rows(rows, _FACTS, (*required, "questions", "fact_hit"))
+                evaluation.facts += _rows(rows, _FACTS, (*required, "questions", "fact_hit"))
         elif name.startswith(LM_EVAL):
             metrics = records.section(result.get("metrics")) or {}
             checked = {metric: records.number(value) for metric, value in metrics.items()}
-            made.lm_eval[name.removeprefix(LM_EVAL)] = {k: v for k, v in checked.items() if v is not None}
+            evaluation.lm_eval[name.removeprefix(LM_EVAL)] = {k: v for k, v in checked.items() if v is not None}
         elif cells := _rows(result.get("cells"), _CELL, _CELL_REQUIRED):
-            made.far_tasks[name] = sorted(cells, key=lambda cell: (cell["length"], cell["depth"]))
+            evaluation.far_tasks[name] = sorted(cells, key=lambda cell: (cell["length"], cell["depth"]))
         else:
-            made.unreadable += 1
-    return made
+            evaluation.unreadable += 1
+    return evaluation
 
 
 def _positions(
-    made: ModelEvaluation, result: Mapping[str, Any], checks: Mapping[str, records.Check], required: tuple[str, ...]
+    evaluation: ModelEvaluation,
+    result: Mapping[str, Any],
+    checks: Mapping[str, records.Check],
+    required: tuple[str, ...],
 ) -> dict[str, Any] | None:
     """A result with figures by position; None, and counted, if a required figure is missing."""
-    kept, damaged = records.fields(result, checks, required=required)
-    made.unreadable += int(damaged)
-    if kept is not None:
+    values, damaged = records.fields(result, checks, required=required)
+    evaluation.unreadable += int(damaged)
+    if values is not None:
         of_rows = {**_POSITION, **_COMPARED} if checks is _AGREEMENT else _POSITION
         wanted = _COMPARED_REQUIRED if checks is _AGREEMENT else ("loss",)
-        kept["by_position"] = _rows(kept.get("by_position"), of_rows, ("begin", "end", *wanted))
-    return kept
+        values["by_position"] = _rows(values.get("by_position"), of_rows, ("begin", "end", *wanted))
+    return values
 
 
 def _checked(step: int | None, path: Path) -> ModelEvaluation:
     content, damaged = records.read_section(path)
-    if damaged or content is None or content.get("format") != FORMAT:
+    if damaged or content is None or content.get("format") != _FORMAT:
         return ModelEvaluation(step, unreadable=1)
     results = records.section(content.get("results")) or {}
     return checked_results(step, results, records.text(content.get("model")) or "")

@@ -8,7 +8,8 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.observe import records
-from nsa_train.observe.heartbeat import JsonLines, to_line
+from nsa_train.observe.heartbeat_file import JsonLines
+from nsa_train.observe.records import to_line
 
 
 class LauncherAction(StrEnum):
@@ -100,17 +101,17 @@ def parse_event(line: str) -> records.Parsed[RunEvent]:
     if record is None:
         return None, torn
     checks = dict.fromkeys(record, records.anything) | _CHECKS
-    kept, damaged = records.fields(record, checks, ("ts", "event", "step"))
-    if kept is None or kept["event"] not in _KINDS:
+    values, damaged = records.fields(record, checks, ("ts", "event", "step"))
+    if values is None or values["event"] not in _KINDS:
         return None, damaged
-    details = {name: value for name, value in kept.items() if name not in _COMMON_FIELDS}
-    return RunEvent(kept["ts"], EventKind(kept["event"]), kept["step"], details), damaged
+    details = {name: value for name, value in values.items() if name not in _COMMON_FIELDS}
+    return RunEvent(values["ts"], EventKind(values["event"]), values["step"], details), damaged
 
 
 def read_events_and_damage(run_folder: Path) -> tuple[list[RunEvent], int]:
     """Events, oldest first, and the number of records that could not be fully read."""
-    found = list(records.read_records(run_folder / names.EVENTS, parse_event))
-    return [event for event, _ in found if event is not None], sum(damaged for _, damaged in found)
+    parsed = list(records.read_records(run_folder / names.EVENTS, parse_event))
+    return [event for event, _ in parsed if event is not None], sum(damaged for _, damaged in parsed)
 
 
 def read_events(run_folder: Path) -> list[RunEvent]:

@@ -1,7 +1,7 @@
 """Failure codes: why a process of a run ended, recorded by the writer and read by health checks.
 
 The heartbeat and the error event carry the code (`failure_code`) beside the message, so that a reworded message changes
-no finding. Records of older runs have no code; `code_from_legacy_text` classifies those by their message.
+no finding. Records of older runs have no code; `_code_from_legacy_text` classifies those by their message.
 """
 
 import errno
@@ -79,7 +79,7 @@ def code_of_exception(error: BaseException) -> FailureCode:
 
 
 def code_of_exit_status(status: int) -> FailureCode:
-    """Of a process: an exit code, or a negative signal number."""
+    """Return the code for the status of a process: an exit code, or a negative signal number."""
     return FailureCode.KILLED_BY_SIGNAL if status < 0 else _OF_EXIT_CODE.get(status, FailureCode.UNEXPECTED)
 
 
@@ -88,7 +88,7 @@ def recorded_code(code: str | None, message: str) -> FailureCode:
     try:
         return FailureCode(code or "")
     except ValueError:
-        return code_from_legacy_text(message)
+        return _code_from_legacy_text(message)
 
 
 # "exit code -9": a prefetching process that the kernel killed.
@@ -96,7 +96,7 @@ _LEGACY_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|
 _LEGACY_TIMEOUT = re.compile(r"^(DataTimeout|_TooLate)\b|did not come within")
 
 
-def code_from_legacy_text(message: str) -> FailureCode:
+def _code_from_legacy_text(message: str) -> FailureCode:
     """For records written before `failure_code` existed: `ExceptionClass: message` of that time. Never extended."""
     if _LEGACY_OUT_OF_MEMORY.search(message):
         return FailureCode.OUT_OF_MEMORY

@@ -4,33 +4,28 @@ import csv
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from nsa.files import write_atomic
 from nsa_train import names
-from nsa_train.observe.heartbeat import HeartbeatRecord, to_line
+from nsa_train.observe.heartbeat_record import METRIC_COLUMNS, HeartbeatRecord
+from nsa_train.observe.records import to_line
 
-# Scripts read columns by position: these keep their places, other numbers of a record follow.
+# Scripts read columns by position: these keep their places, the other numbers of a record follow.
 _FIRST_COLUMNS = (
     "step", "loss", "lr", "toks_per_s", "grad_norm", "dt_fetch_s", "gpu_mem_alloc", "gpu_mem_reserved",
     "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
     "reads_pred", "reads_act_total", "tokens_seen", "ts",
 )  # fmt: skip
-_NOT_IN_CSV = ("gpu_mem_alloc_gib", "gpu_mem_reserved_gib")  # copies of others in another unit
-_NUMBERS = tuple(each.name for each in fields(HeartbeatRecord) if each.type in (float | None, int | None))
-TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *(each for each in _NUMBERS if each not in _NOT_IN_CSV))))
+TRAINING_COLUMNS = tuple(dict.fromkeys((*_FIRST_COLUMNS, *METRIC_COLUMNS)))
 VAL_LOSS, VAL_ACCURACY = "val/loss", "val/accuracy"
-VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
+_VAL_COLUMNS = ("step", "val_loss", "tokens", "seconds", "ts", "val_accuracy")
 
 
-def scalars(beat: HeartbeatRecord) -> dict[str, float]:
-    """The numbers of a record by metric name (`train/loss`), the same in every tracker."""
-    record = beat.as_dict()
-    numbers = {name: value for name, value in record.items() if isinstance(value, (int, float))}
-    numbers |= {f"gate_share_{i}": share for i, share in enumerate(record.get("gate_branch_shares", ()))}
-    return {f"train/{name}": numbers[name] for name in numbers.keys() - {"ts", "pid", "rank", "step", "synthetic"}}
+def tracked_numbers(beat: HeartbeatRecord) -> dict[str, float]:
+    """Return the numbers of a record by the names that every tracker uses (`train/loss`)."""
+    return {f"train/{name}": value for name, value in beat.metrics().items()}
 
 
 class CsvFile:
@@ -74,8 +69,8 @@ class MetricWriters:
 
     def write(self, beat: HeartbeatRecord) -> None:
         record = beat.as_dict()
-        self._training.add(record)
-        for name, value in scalars(beat).items():
+        self._training.add(record | beat.metrics())
+        for name, value in tracked_numbers(beat).items():
             self._tensorboard.add_scalar(name, value, beat.step)
         self._tensorboard.flush()
         losses = (self._metrics.get("best_loss"), beat.loss)
@@ -85,7 +80,7 @@ class MetricWriters:
     def write_evaluation(
         self, *, step: int, val_loss: float, val_accuracy: float, tokens: int, seconds: float, ts: float
     ) -> None:
-        self._val = self._val or CsvFile(self._folder / names.VAL_CSV, VAL_COLUMNS)
+        self._val = self._val or CsvFile(self._folder / names.VAL_CSV, _VAL_COLUMNS)
         scores = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._val.add({"step": step, **scores, "tokens": tokens, "seconds": round(seconds, 3), "ts": ts})
         for name, value in ((VAL_LOSS, val_loss), (VAL_ACCURACY, val_accuracy)):

@@ -135,7 +135,7 @@ def fields(
     record: Mapping[str, Any], checks: Mapping[str, Check], required: tuple[str, ...] = ()
 ) -> Parsed[dict[str, Any]]:
     """The fields that pass their check. Unknown fields (of a later version) and null are left out."""
-    kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     damaged = False
     for name, value in record.items():
         check = checks.get(name)
@@ -145,11 +145,16 @@ def fields(
         if good is None:
             damaged = True
         else:
-            kept[name] = good
+            values[name] = good
     for name in required:
-        if name not in kept:
+        if name not in values:
             return None, True
-    return kept, damaged
+    return values, damaged
+
+
+def to_line(record: Mapping[str, Any]) -> str:
+    """Strict JSON: non-finite numbers become strings that `float` accepts."""
+    return json.dumps({name: _encode(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
 
 
 def parse_record(line: str) -> Parsed[dict[str, Any]]:
@@ -203,8 +208,8 @@ def read_section(path: Path) -> Parsed[dict[str, Any]]:
         return None, False
     except (OSError, ValueError, RecursionError):
         return None, True
-    found = section(content)
-    return found, found is None
+    record = section(content)
+    return record, record is None
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
@@ -232,17 +237,25 @@ def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
 
 def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
     """(rank, path), lowest rank first."""
-    found = []
+    files = []
     for path in folder.glob(names.HEARTBEATS):
         if (rank := names.rank_of_heartbeat(path.name)) is not None:
-            found.append((rank, path))
-    return sorted(found)
+            files.append((rank, path))
+    return sorted(files)
 
 
 def _read(value: Any) -> Any:
     if isinstance(value, str) and value in _NON_FINITE:
         return float(value)
     return [_read(item) for item in value] if isinstance(value, list) else value
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
 
 
 def _is_shallow(value: Any) -> bool:

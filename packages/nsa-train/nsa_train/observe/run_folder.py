@@ -16,7 +16,7 @@ from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe import halt_file, records
-from nsa_train.observe.heartbeat import last_beat
+from nsa_train.observe.heartbeat_file import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
 
@@ -53,7 +53,7 @@ class RunFolder:
             "nsa": __version__,
             "code": code_version(),
             "python": sys.version.split()[0],
-            "packages": {name: found for name in _REPORTED_PACKAGES if (found := _version(name))},
+            "packages": {name: number for name in _REPORTED_PACKAGES if (number := _version(name))},
             "host": socket.gethostname(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),

@@ -11,7 +11,7 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.planning.branch_shares import BranchShare, branch_shares
 from nsa_train.planning.collective_bytes import OVERLAPPED, CollectiveUse, collectives, weight_shards
 from nsa_train.planning.estimate import MemoryEstimate, RunEstimate, estimate
-from nsa_train.planning.goodput import FailureModel, RunGoodput
+from nsa_train.planning.expected_goodput import FailureModel, RunGoodput
 from nsa_train.planning.hardware import RANKS_PER_NODE, HardwareTarget
 from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
 from nsa_train.planning.model_figures import ModelFigures, model_figures

@@ -21,7 +21,7 @@ from nsa_train.planning.model_figures import model_figures
 from nsa_train.train import datasets
 from nsa_train.train.bad_step_policy import BadStepPolicy
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
@@ -41,7 +41,7 @@ from nsa_train.train.resume import (
     require_same_data,
     require_same_settings,
 )
-from nsa_train.train.run_report import DocumentProgress, RunReport, RunReporter
+from nsa_train.train.run_outputs import DocumentProgress, RunReport, RunReporter
 from nsa_train.train.signal_handlers import SignalHandlers
 from nsa_train.train.start_options import StartOptions
 

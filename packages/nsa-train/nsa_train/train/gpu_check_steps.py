@@ -18,7 +18,8 @@ from nsa.check.gpu_check.sizes import BACKEND, CheckSizes
 from nsa_train import names
 from nsa_train.config import load
 from nsa_train.config.env import without_settings
-from nsa_train.observe.heartbeat import HeartbeatRecord, read_beats
+from nsa_train.observe.heartbeat_file import read_beats
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import hardware_here
 from nsa_train.shipped import CONFIGS
@@ -66,7 +67,7 @@ def _trained(
         return
     config = load(CONFIG, overrides=changes)
     modelled = estimate(config, hardware_here(), config.model.vocab_size or 0)
-    memory = f"{progress[-1].gpu_mem_reserved_gib or 0:.1f} GiB, estimated {modelled.memory.total / 2**30:.1f}"
+    memory = f"{(progress[-1].gpu_mem_reserved or 0) / 1024:.1f} GiB, estimated {modelled.memory.total / 2**30:.1f}"
     yield fact("train_50k: tokens/s", f"{speed:,.0f}, estimated {modelled.tokens_per_s:,.0f}")
     yield fact("train_50k: memory", memory)
 

@@ -1,6 +1,6 @@
 """Runs training from a config to an exit code: preflight, run folder, process groups, parts, training loop, end.
 
-This module is the order of these steps; `build_run` builds the parts and `run_report` reports what they do.
+This module is the order of these steps; `build_run` builds the parts and `run_outputs` reports what they do.
 """
 
 import time
@@ -26,10 +26,10 @@ from nsa_train.train.engine.bad_step_hook import RollbackTrainer
 from nsa_train.train.engine.build import choose_device
 from nsa_train.train.engine.checkpointer import signing_key
 from nsa_train.train.engine.environment import on_first_rank, training_environment
+from nsa_train.train.gather_preflight_facts import require_preflight
 from nsa_train.train.kernel_choices import kernel_choices
-from nsa_train.train.preflight_facts import require_preflight
 from nsa_train.train.resume import WeightImporter
-from nsa_train.train.run_report import RunReport, RunReporter, SilentReporter
+from nsa_train.train.run_outputs import RunReport, RunReporter, SilentReporter
 from nsa_train.train.signal_handlers import SignalHandlers
 from nsa_train.train.start_options import StartOptions
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ from nsa_train.observe.export.exporter import (
     is_loopback,
     run_names,
 )
-from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines
+from nsa_train.observe.heartbeat_file import JsonLines
+from nsa_train.observe.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.observe.run_folder import RunFolder
 
 SECRET = "hunter2-do-not-tell"
@@ -68,20 +70,22 @@ class Served:
         return None
 
 
-def test_every_heartbeat_field_is_served_or_left_out_on_purpose():
-    known = [*run_metrics.FIGURES, *run_metrics.DERIVED, *run_metrics.LEFT_OUT]
-    assert sorted(known) == sorted(field.name for field in fields(HeartbeatRecord))
+def test_a_field_without_a_gauge_says_where_its_value_is_or_why_it_is_not_served():
+    for field in RECORD_FIELDS.values():
+        assert (field.gauge is not None) != bool(field.no_gauge), field.name
+        named = set(re.findall(r"nsa_\w+", field.no_gauge))
+        assert named <= run_metrics.served_names(), field.name
 
 
 def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
     served = Served(tmp_path / "alpha")
     assert served.text() == ""
-    usual = dict.fromkeys(run_metrics.FIGURES, 2)
+    usual = dict.fromkeys(run_metrics.GAUGES, 2)
     shares = ((0.1, 0.2, 0.7), (0.3, 0.3, 0.4))
     write(tmp_path / "alpha", beat(names.START, 0), beat(step=7, **usual, gate_branch_shares=(0.2, 0.25, 0.55),
           gate_shares_by_layer=shares, kernel_sliding="portable"))  # fmt: skip
-    for metric, labels, scale in run_metrics.FIGURES.values():
-        assert served(metric.served_name, run="alpha", rank="0", **labels) == 2 * scale, metric
+    for gauge in run_metrics.GAUGES.values():
+        assert served(gauge.name, run="alpha", rank="0", **gauge.labels) == 2 * gauge.scale, gauge
     assert served("nsa_memory_bytes", kind="host_rss") == 2 * 2**20
     assert served("nsa_step", run="alpha", rank="0") == 7
     assert served("nsa_gate_share_ratio", layer="1", branch="selected") == 0.3

@@ -77,7 +77,9 @@ def test_following_finds_what_reading_at_once_finds(tmp_path):
     follower.close()
     assert live.lead.step == whole.lead.step
     assert live.lead.superseded == whole.lead.superseded
-    assert live.lead.columns == whole.lead.columns
+    assert {name: column.tobytes() for name, column in live.lead.columns.items()} == {
+        name: column.tobytes() for name, column in whole.lead.columns.items()
+    }
     assert live.lead.gates() == whole.lead.gates()
 
 

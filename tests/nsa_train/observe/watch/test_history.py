@@ -12,7 +12,7 @@ import pytest
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, add_event
-from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.heartbeat_file import JsonLines
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.health import examine
 from nsa_train.observe.watch.history import ClockReading, HistoryReader

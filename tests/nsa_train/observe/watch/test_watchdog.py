@@ -9,7 +9,7 @@ import pytest
 from nsa_train import names
 from nsa_train.observe import halt_file
 from nsa_train.observe.events import EventKind, read_events
-from nsa_train.observe.heartbeat import JsonLines
+from nsa_train.observe.heartbeat_file import JsonLines
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.observe.watch.hang_diagnosis import HangDiagnosis, ranks_behind
 from nsa_train.observe.watch.history import HistoryReader

@@ -9,7 +9,7 @@ import pytest
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, read_events
-from nsa_train.observe.heartbeat import JsonLines, last_beat
+from nsa_train.observe.heartbeat_file import JsonLines, last_beat
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.hang_diagnosis import HangDiagnosis
 from nsa_train.observe.watch.history import RunHistory

@@ -18,7 +18,7 @@ from nsa_train.observe.events import EventKind, read_events
 from nsa_train.planning.hardware import hardware_here
 from nsa_train.planning.preflight import RuleStatus, judge
 from nsa_train.shipped import CORPUS
-from nsa_train.train.preflight_facts import gather, try_held_out
+from nsa_train.train.gather_preflight_facts import gather, try_held_out
 from tests.nsa_train.train.runs import ROOT, Job, run_all, write_config
 
 RULE = "held_out"

@@ -37,7 +37,7 @@ from nsa_train.config import load
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import RankInfo
@@ -48,7 +48,7 @@ from nsa_train.train.engine.checkpoint_callback import CheckpointCallback, make_
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
 from nsa_train.train.engine.data_loader import RowLoader, to_engine
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
-from nsa_train.train.run_report import EventLogCallback
+from nsa_train.train.run_outputs import EventLogCallback
 from tests.nsa_train.train.engine.upgrades import rename, rewrite
 from tests.nsa_train.train.runs import write_config
 

@@ -27,6 +27,13 @@ def test_an_hour_has_every_class_and_pairs(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_the_clock_by_which_goodput_is_judged_is_never_changed(seed):
+    clocks = [fault for fault in make_plan(seed, 3600).faults if fault.fault.value.startswith("clock_")]
+    assert len(clocks) == 2
+    assert all(fault.victim > 0 for fault in clocks)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_five_minutes_have_different_classes(seed):
     plan = make_plan(seed, 300)
     assert len({fault.fault for fault in plan.faults}) == len(plan.faults) == 5

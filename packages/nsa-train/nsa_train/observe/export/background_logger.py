@@ -24,7 +24,7 @@ _CLOSE_TIMEOUT_S = 30.0
 """How long the end of a run waits for queued records to be sent."""
 _PASSWORD = re.compile(r"//[^/@\s]*@")
 
-Record = tuple[int, dict[str, float]]
+_Record = tuple[int, dict[str, float]]
 
 
 class TrackingService(Protocol):
@@ -40,7 +40,7 @@ class TrackingService(Protocol):
 class BackgroundLogger:
     def __init__(self, service: TrackingService, warn: Callable[[str], None]) -> None:
         self._service, self._warn = service, warn
-        self._records: queue.Queue[Record | None] = queue.Queue(_QUEUE_SIZE)
+        self._records: queue.Queue[_Record | None] = queue.Queue(_QUEUE_SIZE)
         self._open = self._warned = False
         self._not_before = 0.0
         self._thread = threading.Thread(target=self._run, name=f"background logger {service.name}", daemon=True)
@@ -117,10 +117,10 @@ class TrackerIds:
     def _read(self) -> dict[str, str]:
         """Empty if the file is missing or damaged: the tracker then gets a second run."""
         try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
+            ids = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return {str(k): v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
+        return {str(k): v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
 
 
 class MLflowLogger:
@@ -142,9 +142,9 @@ class MLflowLogger:
         if (known := self._ids.get("mlflow")) is not None and self._continue(known):
             self._run_id = known
             return
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        self._run_id = self._client.create_run(experiment, run_name=self._run_name).info.run_id
+        existing = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = existing.experiment_id if existing else self._client.create_experiment(self._experiment)
+        self._run_id = self._client.create_run(experiment_id, run_name=self._run_name).info.run_id
         self._ids.put("mlflow", self._run_id)
 
     def _continue(self, run_id: str) -> bool:

@@ -32,7 +32,7 @@ from nsa_train.terminal_text import printable
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-Family = GaugeMetricFamily | CounterMetricFamily
+_Family = GaugeMetricFamily | CounterMetricFamily
 SHARED_S = 1.0
 """Scrapes within this time after a reading get the same text: the cost of many scrapers is that of one per second."""
 
@@ -45,11 +45,11 @@ class RunsCollector(Collector):
         self._readers: dict[Path, HistoryReader] = {}
         self._lock = threading.Lock()  # the server handles requests in threads
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[_Family]:
         with self._lock:
             self._find()
-            found = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
-        yield from _families(found)
+            scraped = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
+        yield from _families(scraped)
 
     def close(self) -> None:
         for reader in self._readers.values():
@@ -93,13 +93,13 @@ class SharedScrapes:
         varying = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
         variant = tuple(str(environ.get(name, "")) for name in varying)
         with self._lock:
-            kept = {key: answer for key, answer in self._answers.items() if self._clock() - answer[0] < SHARED_S}
-            if variant not in kept:
+            answers = {key: answer for key, answer in self._answers.items() if self._clock() - answer[0] < SHARED_S}
+            if variant not in answers:
                 started: list[tuple[Any, ...]] = []
                 body = list(self._app(environ, lambda *head: started.append(head)))  # type: ignore[arg-type]
-                kept[variant] = self._clock(), started[0], body
-            self._answers = kept
-            _, head, body = kept[variant]
+                answers[variant] = self._clock(), started[0], body
+            self._answers = answers
+            _, head, body = answers[variant]
         start_response(*head)
         return body
 
@@ -111,7 +111,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
 
-class SilentHandler(WSGIRequestHandler):
+class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not logged."""
 
@@ -120,7 +120,7 @@ def _serve(app: "WSGIApplication", host: str, port: int) -> WSGIServer:
     """A server that listens; IPv6 where the address is one."""
     ((family, *_, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     of_family = type("ScrapeServerOfFamily", (ScrapeServer,), {"address_family": family})
-    return make_server(str(address[0]), port, app, of_family, handler_class=SilentHandler)
+    return make_server(str(address[0]), port, app, of_family, handler_class=_SilentHandler)
 
 
 class MetricsExporter:
@@ -174,10 +174,10 @@ def _register(path: Path, address: str) -> None:
     write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
-def _families(found: Iterable[tuple[str, MetricSample]]) -> Iterator[Family]:
+def _families(scraped: Iterable[tuple[str, MetricSample]]) -> Iterator[_Family]:
     """Groups samples by metric, as the exposition format requires."""
-    families: dict[tuple[str, tuple[str, ...]], Family] = {}
-    for run, (metric, labels, value) in found:
+    families: dict[tuple[str, tuple[str, ...]], _Family] = {}
+    for run, (metric, labels, value) in scraped:
         label_names = ("run", *labels)
         family = families.get((metric.name, label_names))
         if family is None:

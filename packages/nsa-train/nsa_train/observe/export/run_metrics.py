@@ -1,4 +1,4 @@
-"""Prometheus metric definitions: the table from heartbeat fields to metric names, and samples of a run.
+"""Prometheus metrics of a run: those that its history gives; those of single records are in `heartbeat_record`.
 
 Labels are the run name, the rank and fixed words; text from a config or a record (paths, URLs, error messages) may
 contain a secret and never becomes a label.
@@ -14,15 +14,13 @@ from typing import Any, Literal, NamedTuple
 from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.heartbeat import HeartbeatRecord
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS, HeartbeatRecord, PrometheusGauge
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.observe.watch.health import examine, stall_limit_s
 from nsa_train.observe.watch.history import ClockReading, RankLog, RunFacts, RunHistory
 from nsa_train.terminal_text import printable
 
-_MIB = 2.0**20
 _LONGEST_LABEL = 80
-_GATE_BRANCHES = ("compressed", "selected", "sliding")
 
 
 class MetricDefinition(NamedTuple):
@@ -41,15 +39,6 @@ class MetricSample(NamedTuple):
     value: float
 
 
-class FieldMetric(NamedTuple):
-    """Metric of a numeric heartbeat field."""
-
-    metric: MetricDefinition
-    labels: Mapping[str, str] = {}
-    scale: float = 1.0
-
-
-_MEMORY = MetricDefinition("nsa_memory_bytes", "Memory of a rank, by kind.")
 _SKIPPED = MetricDefinition(
     "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
 )
@@ -58,52 +47,12 @@ _NONFINITE = MetricDefinition(
 )
 
 
-def _gauge(name: str, text: str) -> FieldMetric:
-    return FieldMetric(MetricDefinition(name, text))
-
-
-FIGURES: Mapping[str, FieldMetric] = {
-    "loss": _gauge("nsa_loss_nats", "Training loss per token of the last recorded, not skipped step."),
-    "toks_per_s": _gauge("nsa_tokens_per_second", "Tokens per second, all ranks together."),
-    "step_s": _gauge("nsa_step_seconds", "Seconds per optimizer step since the previous record."),
-    "forward_s": _gauge("nsa_forward_seconds", "Seconds of this rank's own forward passes of the last recorded step."),
-    "dt_fetch_s": _gauge("nsa_data_wait_seconds", "Seconds of waiting for the last recorded batch."),
-    "grad_norm": _gauge("nsa_grad_norm", "Gradient norm before clipping of the last recorded, not skipped step."),
-    "lr": _gauge("nsa_learning_rate", "Learning rate."),
-    "tokens_seen": _gauge("nsa_tokens_seen", "Tokens since step 0, all ranks together."),
-    "host_mem_rss": FieldMetric(_MEMORY, {"kind": "host_rss"}, _MIB),
-    "gpu_mem_alloc": FieldMetric(_MEMORY, {"kind": "gpu_allocated"}, _MIB),
-    "gpu_mem_reserved": FieldMetric(_MEMORY, {"kind": "gpu_reserved"}, _MIB),
-    "gate_entropy_mean": _gauge("nsa_gate_entropy_nats", "Mean entropy of the gates; ln 3 = 1.0986 is uniform."),
-    "gate_max_mean": _gauge("nsa_gate_max_ratio", "Mean share of the largest gate."),
-    "gate_collapse_frac": _gauge("nsa_gate_collapse_ratio", "Share of the gates that have collapsed."),
-    "sel_k_mean": _gauge("nsa_selection_keys_mean", "Keys per query that the selected branch reads, mean."),
-    "sel_k_max": _gauge("nsa_selection_keys_max", "Keys per query that the selected branch reads, largest."),
-    "sel_pct_at_max": _gauge("nsa_selection_at_max_ratio", "Share of the queries at the maximum number of keys."),
-    "selector_loss": _gauge("nsa_selector_loss_nats", "Selector loss of the last recorded step, mean over layers."),
-    "reads_pred": _gauge("nsa_reads_predicted", "Predicted key reads of a forward pass, all layers."),
-    "reads_act_total": _gauge("nsa_reads_counted", "Counted key reads of a forward pass, all layers."),
+GAUGES: Mapping[str, PrometheusGauge] = {
+    name: field.gauge._replace(help=field.gauge.help or field.about)
+    for name, field in METRICS.items()
+    if field.gauge is not None
 }
-"""Fields of a progress record that are exported as they are (times `scale`)."""
-
-DERIVED = (
-    "ts", "rank", "step", "pid", "msg", "gate_branch_shares", "gate_shares_by_layer", "synthetic",
-    "kernel_compressed", "kernel_select", "kernel_selected", "kernel_sliding",
-)  # fmt: skip
-"""Fields that become a label, a state, a counter or several samples."""
-
-LEFT_OUT = {
-    "iso": "same as ts",
-    "gpu_mem_alloc_gib": "twin of gpu_mem_alloc",
-    "gpu_mem_reserved_gib": "twin of gpu_mem_reserved",
-    "skipped_steps": "counted from the skip records: a resumed run restores this count from its checkpoint",
-    "nonfinite_steps": "counted from the skip records",
-    "detail": "free text; see nsa_findings",
-    "failure_code": "see nsa_findings",
-    "kernels_reason": "text; in env.json",
-    "data": "may be a URL with a password",
-    "allowed": "names, not a number; in env.json",
-}
+"""Gauge of each metric of a progress record that is exported as it is (times `scale`)."""
 
 STATES = ("starting", "running", "halted", "stopped", "done", "failed")
 _STATE_OF_ENDING = {
@@ -123,7 +72,9 @@ _UP = MetricDefinition("nsa_process_up", "1 if the process of a rank runs; only 
 _BAD_LOSS = MetricDefinition(
     "nsa_nonfinite_losses", "Records of steps with a non-finite loss that were not skipped.", "counter"
 )
-_BAD_NORM = MetricDefinition("nsa_nonfinite_grad_norms", "The same for the gradient norm.", "counter")
+_BAD_NORM = MetricDefinition(
+    "nsa_nonfinite_grad_norms", "Records of steps with a non-finite gradient norm that were not skipped.", "counter"
+)
 _SHARE = MetricDefinition("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
 _SHARE_MEAN = MetricDefinition("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
 _KERNEL = MetricDefinition("nsa_kernel_info", "The backend that computes a branch.")
@@ -158,8 +109,7 @@ _UNREADABLE = MetricDefinition("nsa_unreadable_records", "Records of the run fol
 def served_names() -> set[str]:
     """Every metric name that rules and dashboards may use."""
     metrics = [value for value in globals().values() if isinstance(value, MetricDefinition)]
-    metrics += [figure.metric for figure in FIGURES.values()]
-    return {metric.served_name for metric in metrics}
+    return {metric.served_name for metric in metrics} | {gauge.name for gauge in GAUGES.values()}
 
 
 @dataclass
@@ -204,9 +154,9 @@ def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iter
         for metric, labels, value in _of_rank(history, log, now, rank in local):
             yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
-    ended = all(state_of(log) in _ENDED_REGULARLY for log in history.present.values())
-    found = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
-    held = Counter(finding.name for finding in found)
+    ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
+    findings = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
+    held = Counter(finding.name for finding in findings)
     for name, condition in CONDITIONS.items():
         yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
 
@@ -256,7 +206,7 @@ def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample
 
 
 def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
-    rank, state = log.rank, state_of(log)
+    rank, state = log.rank, _state_of(log)
     yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
     yield MetricSample(_STEP, {}, log.last.step)
     yield MetricSample(_BEAT_TS, {}, _wall_time(log.last_at, now))
@@ -274,20 +224,20 @@ def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bo
         yield from _figures(_latest(log))
 
 
-def state_of(log: RankLog) -> str:
+def _state_of(log: RankLog) -> str:
     if log.ended:
         return _STATE_OF_ENDING[log.last.msg]
     return "running" if log.progress else "starting"
 
 
 def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
-    for name, (metric, labels, scale) in FIGURES.items():
+    for name, gauge in GAUGES.items():
         if name in figures:
-            yield MetricSample(metric, labels, figures[name] * scale)
-    for branch, share in zip(_GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
+            yield MetricSample(MetricDefinition(gauge.name, gauge.help), gauge.labels, figures[name] * gauge.scale)
+    for branch, share in zip(GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
         yield MetricSample(_SHARE_MEAN, {"branch": branch}, share)
     for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
-        for branch, share in zip(_GATE_BRANCHES, shares, strict=False):
+        for branch, share in zip(GATE_BRANCHES, shares, strict=False):
             yield MetricSample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):

@@ -14,7 +14,7 @@ class ChartBucket(NamedTuple):
     low: float
     high: float
     mean: float
-    """Of the finite values; `low`, `high` and `mean` are NaN without any."""
+    """Mean of the finite values; `low`, `high` and `mean` are NaN without any."""
     records: int
     not_finite: int
 
@@ -25,11 +25,11 @@ def buckets(x: Sequence[float], y: Sequence[float], n: int) -> list[ChartBucket]
         order = sorted(range(len(x)), key=x.__getitem__)
         x, y = [x[place] for place in order], [y[place] for place in order]
     if len(x) <= n or x[0] == x[-1]:
-        return [made for at, value in zip(x, y, strict=True) if (made := bucket([at], [value]))][-n:]
+        return [point for at, value in zip(x, y, strict=True) if (point := bucket([at], [value]))][-n:]
     width = (x[-1] - x[0]) / n
     cuts = [bisect_left(x, x[0] + number * width) for number in range(n)] + [len(x)]
     pieces = [(x[begin:end], y[begin:end]) for begin, end in pairwise(cuts) if end > begin]
-    return [made for xs, ys in pieces if (made := bucket(xs, ys))]
+    return [point for xs, ys in pieces if (point := bucket(xs, ys))]
 
 
 def bucket(xs: Sequence[float], ys: Sequence[float]) -> ChartBucket | None:
@@ -71,14 +71,14 @@ class ValueRange(NamedTuple):
 
 
 def value_range(
-    found: Sequence[ChartBucket], *, from_zero: bool = False, more: Sequence[float] = ()
+    all_buckets: Sequence[ChartBucket], *, from_zero: bool = False, more: Sequence[float] = ()
 ) -> ValueRange | None:
     """Range of an axis, with a margin; None if no value is finite.
 
     A few values far above all others are left out, so that they do not flatten the rest; charts mark them instead.
     """
-    lows = [bucket.low for bucket in found if not math.isnan(bucket.low)]
-    highs = sorted([bucket.high for bucket in found if not math.isnan(bucket.high)])
+    lows = [bucket.low for bucket in all_buckets if not math.isnan(bucket.low)]
+    highs = sorted([bucket.high for bucket in all_buckets if not math.isnan(bucket.high)])
     extra = [value for value in more if math.isfinite(value)]
     if not highs and not extra:
         return None

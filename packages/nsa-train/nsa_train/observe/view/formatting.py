@@ -1,13 +1,15 @@
 """Text of numbers, durations, memory, shares, counts and events for monitor and report. Unknown is a dash."""
 
 import math
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.heartbeat_record import METRICS, MetricFormat
 from nsa_train.terminal_text import printable
 
 UNKNOWN = "–"
-NOT_FINITE = "not finite"
+_NOT_FINITE = "not finite"
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -15,7 +17,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
-        return NOT_FINITE
+        return _NOT_FINITE
     if value == 0:
         return "0"
     size = abs(value)
@@ -65,7 +67,7 @@ def share(value: float | None) -> str:
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
-        return NOT_FINITE
+        return _NOT_FINITE
     if 0 < value < 0.0995:
         return f"{100 * value:.1f} %" if value >= 0.0005 else "< 0.1 %"
     return f"{100 * value:.0f} %" if value < 0.995 or value >= 1 else "> 99 %"
@@ -94,6 +96,20 @@ def duration(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} m"
     return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"
+
+
+_FORMATS: Mapping[MetricFormat, Callable[[float | None], str]] = {
+    MetricFormat.NUMBER: number,
+    MetricFormat.SHARE: share,
+    MetricFormat.COUNT: count,
+    MetricFormat.DURATION: duration,
+    MetricFormat.MEMORY: memory,
+}
+
+
+def metric_format(name: str) -> Callable[[float | None], str]:
+    """Return the function that formats the values of a metric."""
+    return _FORMATS[METRICS[name].format]
 
 
 def clock(ts: float) -> str:

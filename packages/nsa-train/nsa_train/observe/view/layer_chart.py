@@ -106,7 +106,7 @@ def _mass_bar(left: float, size: float, shares: Sequence[float] | None) -> list[
 
 
 def layer_bars(layers: Mapping[str, Any], columns: int) -> Iterator[str]:
-    """The same as lines of characters, at most so many columns wide."""
+    """Draw the layers as lines of characters, at most `columns` wide."""
     rows: Sequence[Mapping[str, Any]] = layers["layers"]
     size = max(8, min(40, (columns - 24) // 2))
     most = max((row["harm"] for row in rows), default=0.0) or 1.0

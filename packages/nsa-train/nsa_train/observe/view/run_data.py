@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import compress
 from math import isfinite
 from pathlib import Path
@@ -19,18 +19,16 @@ from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.evaluations import ModelEvaluation, read_evaluations
 from nsa_train.observe.events import RunEvent, read_events_and_damage
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_fields
+from nsa_train.observe.heartbeat_file import beat_fields
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.observe.watch.tail import RecordTail
 
-RANK_COLUMNS = ("forward_s", "dt_fetch_s", "gpu_mem_reserved", "host_mem_rss")
+RANK_COLUMNS = tuple(name for name, metric in METRICS.items() if metric.every_rank)
 """Columns kept for every rank; all others are kept for the lowest rank only."""
-LEAD_COLUMNS = (
-    *RANK_COLUMNS, "loss", "lr", "toks_per_s", "step_s", "grad_norm", "tokens_seen", "gpu_mem_alloc",
-    "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max", "sel_pct_at_max",
-)  # fmt: skip
-BRANCHES = ("compressed", "selected", "sliding")
-SHARES = tuple(f"share_{branch}" for branch in BRANCHES)
+LEAD_COLUMNS = (*(name for name, metric in METRICS.items() if metric.title), "step_s", "tokens_seen")
+"""Columns that are drawn, and those that summaries are computed from."""
+SHARES = tuple(f"share_{branch}" for branch in GATE_BRANCHES)
 """Columns made from `gate_branch_shares`."""
 
 ABSENT = math.nan
@@ -147,12 +145,12 @@ class RankSeries:
 
     def gates(self) -> list[GateShares]:
         """Gate shares by layer of evenly spaced records over the whole run, without repeated steps."""
-        kept: list[GateShares] = []
+        shares: list[GateShares] = []
         for step, by_layer in self._gates.items():
-            while kept and kept[-1].step >= step:
-                kept.pop()
-            kept.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
-        return kept
+            while shares and shares[-1].step >= step:
+                shares.pop()
+            shares.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
+        return shares
 
     def _add_row(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
@@ -267,14 +265,14 @@ def load(folder: Path) -> RunData:
 
 def heartbeats(folder: Path) -> list[tuple[int, Path]]:
     """Heartbeat files, lowest rank first; raises ConfigError for a folder that is not a run folder."""
-    found = records.heartbeat_files(folder)
-    if not found and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
+    files = records.heartbeat_files(folder)
+    if not files and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
         what = "holds no run" if folder.is_dir() else "does not exist"
         raise ConfigError(
             f"{folder} {what}: it contains no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV}. Give a run "
             f"folder (train.out_dir)."
         )
-    return found
+    return files
 
 
 def _number(value: Any) -> float:
@@ -289,7 +287,7 @@ def _number(value: Any) -> float:
 
 def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
     rows, bad = records.read_rows(path)
-    found = []
+    evaluations = []
     for row in rows:
         try:
             step, loss, seconds, ts = int(row["step"]), float(row["val_loss"]), float(row["seconds"]), float(row["ts"])
@@ -301,10 +299,5 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
         if None in checked or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
             bad += 1
         else:
-            found.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
-    return found, bad
-
-
-assert {*LEAD_COLUMNS, "gate_branch_shares", "gate_shares_by_layer"} <= {
-    field.name for field in fields(HeartbeatRecord)
-}
+            evaluations.append(EvaluationRecord(step, loss, seconds, ts, accuracy))
+    return evaluations, bad

@@ -5,7 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from nsa_train.observe.view.goodput import Goodput, goodput
+from nsa_train.observe.view.measured_goodput import Goodput, goodput
 from nsa_train.observe.view.run_data import RunData, RunFollower, heartbeats
 from nsa_train.observe.watch.conditions import HealthFinding, HealthLimits
 from nsa_train.observe.watch.health import examine

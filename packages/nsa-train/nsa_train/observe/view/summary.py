@@ -9,7 +9,7 @@ from string import ascii_uppercase
 from nsa_train.config.layer import flatten
 from nsa_train.observe.events import EventKind
 from nsa_train.observe.view.formatting import count, duration, number, plain, share
-from nsa_train.observe.view.goodput import Goodput, TimeCause, goodput
+from nsa_train.observe.view.measured_goodput import Goodput, TimeCause, goodput
 from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.watch.trends import smoothed_last
 
@@ -86,7 +86,7 @@ def summarize(run: RunData) -> RunSummary:
     )
 
 
-LETTERS = ascii_uppercase
+_LETTERS = ascii_uppercase
 _IGNORED_SETTINGS = ("train.out_dir",)
 """Always different and never of interest."""
 
@@ -99,19 +99,19 @@ def labels(runs: Sequence[RunData]) -> list[str]:
         f"{path.parent.name}/{name}" if names.count(name) > 1 else name
         for name, path in zip(names, resolved, strict=True)
     ]
-    return [f"{letter} {plain(name, 60)}" for letter, name in zip(LETTERS, shown, strict=False)]
+    return [f"{letter} {plain(name, 60)}" for letter, name in zip(_LETTERS, shown, strict=False)]
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]]:
     """Settings that differ between runs; None for a setting that a run does not have."""
     all_settings = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for settings in all_settings for key in settings)
-    found = []
+    differing = []
     for key in keys:
         values = [settings.get(key) for settings in all_settings]
         if key not in _IGNORED_SETTINGS and any(value != values[0] for value in values[1:]):
-            found.append((key, values))
-    return found
+            differing.append((key, values))
+    return differing
 
 
 def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:

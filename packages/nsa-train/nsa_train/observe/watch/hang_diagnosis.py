@@ -83,8 +83,10 @@ def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
     for backend in ("gloo", "nccl"):
         groups = {rank: _part(_part(record, backend), "pg_status") for rank, record in traces.items()}
         for group in sorted({name for status in groups.values() for name in status}):
-            found = {rank: str(_part(status, group).get(_LAST)) for rank, status in groups.items() if group in status}
-            reached = {rank: int(number) for rank, number in found.items() if re.fullmatch(r"[0-9]{1,18}", number)}
+            last_ids = {
+                rank: str(_part(status, group).get(_LAST)) for rank, status in groups.items() if group in status
+            }
+            reached = {rank: int(number) for rank, number in last_ids.items() if re.fullmatch(r"[0-9]{1,18}", number)}
             if not reached:
                 continue
             furthest = max(reached.values())
@@ -97,8 +99,8 @@ def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
 
 
 def _part(record: dict[str, Any], name: str) -> dict[str, Any]:
-    found = record.get(name)
-    return found if isinstance(found, dict) else {}
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _size(path: Path) -> int:

@@ -9,7 +9,8 @@ from statistics import median
 
 from nsa_train import names
 from nsa_train.observe.failure_codes import FailureCode, recorded_code
-from nsa_train.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord
+from nsa_train.observe.heartbeat_file import ALIVE_EVERY_S
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
 from nsa_train.observe.watch.history import RankLog, RunFacts, RunHistory
 from nsa_train.observe.watch.trends import creep, gain, lasting_drop, rise, spikes
@@ -27,13 +28,13 @@ _MEMORY_FIELDS = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[HealthFinding]:
     """All findings, critical first. `now` is on the same monotonic clock as the history."""
-    found = list(_of_ranks(history, now, limits))
-    found += _failure(history) or _missing_ranks(history, now, limits)
-    found += _waiting(history)
+    findings = list(_of_ranks(history, now, limits))
+    findings += _failure(history) or _missing_ranks(history, now, limits)
+    findings += _waiting(history)
     if history.first is not None:
-        found += _of_run(history, history.first, limits)
+        findings += _of_run(history, history.first, limits)
     return sorted(
-        found, key=lambda finding: (finding.level != AlertLevel.CRITICAL, list(CONDITIONS).index(finding.name))
+        findings, key=lambda finding: (finding.level != AlertLevel.CRITICAL, list(CONDITIONS).index(finding.name))
     )
 
 
@@ -230,15 +231,15 @@ def _missing_ranks(history: RunHistory, now: float, limits: HealthLimits) -> lis
 
 def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator[HealthFinding]:
     """Conditions of the whole run, and comparisons between ranks."""
-    found = [*_skips(log, limits), *_saves(history, log, limits)]
+    messages = [*_skips(log, limits), *_saves(history, log, limits)]
     if log.progress:
-        found += [*_numbers(log, limits), *_losses(log, history.facts, limits), *_pace(log, limits)]
-        found += [*_gates(log, limits), *_synthetic(log, history, limits)]
+        messages += [*_numbers(log, limits), *_losses(log, history.facts, limits), *_pace(log, limits)]
+        messages += [*_gates(log, limits), *_synthetic(log, history, limits)]
     copy_failure = history.copy_failure if history.facts.checkpoint_store is not None else None
     for name, failed in (("evaluation_failed", history.evaluation_failure), ("copy_failed", copy_failure)):
         if failed is not None:
-            found.append((name, f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}"))
-    for name, message in found:
+            messages.append((name, f"at step {failed.step}: {failed.details.get('error') or 'no reason given'}"))
+    for name, message in messages:
         yield _finding(name, None, log.last.step, message)
     yield from _stragglers(history, limits)
 
@@ -267,24 +268,24 @@ def _losses(log: RankLog, facts: RunFacts, limits: HealthLimits) -> Iterator[tup
     for field, name, word in (("loss", "loss_spike", "loss"), ("grad_norm", "grad_spikes", "gradient norm")):
         recent = list(log.progress)[-limits.window :]
         values = [math.nan if value is None else value for value in (getattr(beat, field) for beat in recent)]
-        found = spikes(values, limits.spike_sigma)
+        places = spikes(values, limits.spike_sigma)
         if name == "loss_spike" and risen:
             continue  # reported as divergence already
-        if len(found) >= limits.spike_records:
-            worst = max(values[i] for i in found)
-            yield name, f"{word} spiked {len(found)} times in {len(recent)} records, up to {worst:.4g}"
+        if len(places) >= limits.spike_records:
+            worst = max(values[i] for i in places)
+            yield name, f"{word} spiked {len(places)} times in {len(recent)} records, up to {worst:.4g}"
 
 
 def _risen(log: RankLog, limits: HealthLimits) -> str | None:
     """Within this process only: a run resumed with other data or settings has another loss without diverging."""
-    found = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
-    if found is None or found.sigma < limits.divergence_sigma:
+    increase = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
+    if increase is None or increase.sigma < limits.divergence_sigma:
         return None
-    if found.share < limits.divergence or found.now - found.lowest < limits.divergence_nats:
+    if increase.share < limits.divergence or increase.now - increase.lowest < limits.divergence_nats:
         return None
     return (
-        f"loss rose by {found.share:.0%} from {found.lowest:.4g} to {found.now:.4g} (means of "
-        f"{limits.divergence_records} records), {min(found.sigma, 999):.0f} times the noise"
+        f"loss rose by {increase.share:.0%} from {increase.lowest:.4g} to {increase.now:.4g} (means of "
+        f"{limits.divergence_records} records), {min(increase.sigma, 999):.0f} times the noise"
     )
 
 

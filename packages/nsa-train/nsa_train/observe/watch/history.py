@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Self
 from nsa_train import names
 from nsa_train.observe import records
 from nsa_train.observe.events import EventKind, LauncherAction, RunEvent, parse_event
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa_train.observe.heartbeat_file import beat_parser
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.conditions import HealthLimits
 from nsa_train.observe.watch.processes import writes_to
 from nsa_train.observe.watch.tail import RecordTail
 
-SPAN_S = 30.0
+_SPAN_S = 30.0
 """Trends over hours are kept as means over spans of at least this length."""
 _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
 _FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
@@ -61,12 +62,12 @@ class RunFacts:
         """The settings, and whether something in the file could not be read."""
         env_fields, bad = records.fields(env, _OF_ENV)
         config, bad_config = records.fields((env_fields or {}).pop("config", {}), _OF_CONFIG)
-        found = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
+        facts = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
         for name, checks in _OF_SECTIONS.items():
             values, bad_section = records.fields((config or {}).get(name, {}), checks)
-            found |= values or {}
+            facts |= values or {}
             bad |= bad_section
-        return cls(**found), bad or bad_config
+        return cls(**facts), bad or bad_config
 
 
 _OF_ENV = {
@@ -89,7 +90,7 @@ _FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
 
 @dataclass
 class ProgressSpan:
-    """Consecutive progress records, together at least SPAN_S seconds of training."""
+    """Consecutive progress records, together at least `_SPAN_S` seconds of training."""
 
     seconds: float
     toks_per_s: float
@@ -138,8 +139,8 @@ class RankLog:
 
     def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
-            for kept in (self.progress, self.skipped, self.spans, self.first_spans):
-                kept.clear()
+            for series in (self.progress, self.skipped, self.spans, self.first_spans):
+                series.clear()
             self.began_step = beat.step if beat.msg == names.START else max(0, beat.step - 1)
             self._rewind(beat, at)
         elif beat.msg == names.ROLLED_BACK:
@@ -163,7 +164,7 @@ class RankLog:
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
             memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
             span = ProgressSpan(seconds, beat.toks_per_s, *memory)
-            if self.spans and self.spans[-1].seconds < SPAN_S:
+            if self.spans and self.spans[-1].seconds < _SPAN_S:
                 self.spans[-1].add(span)
             elif span.seconds > 0:
                 self.spans.append(span)

@@ -19,10 +19,10 @@ def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
     inodes = set()
     for file in files:
         try:
-            found = file.stat()
+            status = file.stat()
         except OSError:
             continue
-        inodes.add((found.st_dev, found.st_ino))
+        inodes.add((status.st_dev, status.st_ino))
     if not Path("/proc/self/fd").exists():
         return None if _exists(pid) else False
     try:
@@ -33,10 +33,10 @@ def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
         return False
     for descriptor in descriptors:
         try:
-            found = descriptor.stat()
+            status = descriptor.stat()
         except OSError:  # closed meanwhile
             continue
-        if (found.st_dev, found.st_ino) in inodes and _is_for_writing(descriptor):
+        if (status.st_dev, status.st_ino) in inodes and _is_for_writing(descriptor):
             return True
     return False
 

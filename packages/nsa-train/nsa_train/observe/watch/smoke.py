@@ -8,7 +8,8 @@ from statistics import fmean
 
 from nsa_train import names
 from nsa_train.observe import records
-from nsa_train.observe.heartbeat import HeartbeatRecord, beat_parser
+from nsa_train.observe.heartbeat_file import beat_parser
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.watch.trends import spread
 
 _LEAST_BEATS = 4

@@ -104,7 +104,7 @@ def status_of(
     last = first.progress[-1] if first is not None and first.progress else None
     loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])
     steps, halt = history.facts.steps, halt_file.read(folder)
-    state, checkpoint = phase(history, findings), newest_checkpoint(folder)
+    state, checkpoint = phase(history, findings), _newest_checkpoint(folder)
     step_s = first.step_s if first is not None and state == RunPhase.RUNNING else 0.0
     return RunStatus(
         phase=state,
@@ -125,7 +125,7 @@ def status_of(
     )
 
 
-def newest_checkpoint(folder: Path) -> str | None:
+def _newest_checkpoint(folder: Path) -> str | None:
     """Name of the checkpoint that `latest` points to."""
     try:
         name = (folder / names.CHECKPOINTS / names.LATEST).readlink().name

@@ -39,7 +39,7 @@ class RecordTail(Generic[T]):
         return list(self.stream())
 
     def stream(self) -> Iterator[T]:
-        """The same as an iterator: the records of a long run do not fit into memory at once."""
+        """Yield the records completed since the last call: those of a long run do not fit into memory at once."""
         if self._file is None and not self._open():
             return
         yield from self._drain()

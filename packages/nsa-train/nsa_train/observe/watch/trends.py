@@ -19,7 +19,7 @@ def spikes(values: Sequence[float], sigma: float) -> list[int]:
     Median and median absolute deviation, so that earlier spikes do not shift the measure. Non-finite values are
     ignored; other conditions report them.
     """
-    found: list[int] = []
+    outliers: list[int] = []
     before: list[float] = []
     for i, value in enumerate(values):
         if not math.isfinite(value):
@@ -28,9 +28,9 @@ def spikes(values: Sequence[float], sigma: float) -> list[int]:
             middle = median(before)
             spread = 1.4826 * median(abs(past - middle) for past in before)
             if value > middle + sigma * max(spread, _LEAST_SPREAD * abs(middle)):
-                found.append(i)
+                outliers.append(i)
         before.append(value)
-    return found
+    return outliers
 
 
 def gain(points: Sequence[tuple[int, float]], steps: int) -> float | None:

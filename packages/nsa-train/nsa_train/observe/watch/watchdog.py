@@ -63,7 +63,7 @@ class Watchdog:
             self.log(
                 f"{names.HALT} exists already: {requested.describe(now)}. It halts the run and blocks its next start."
             )
-        if (anomaly := read_anomaly(self.folder)) is not None:
+        if (anomaly := _read_anomaly(self.folder)) is not None:
             name, since = anomaly
             self.log(
                 f"{names.ANOMALY} exists already: {name}, {halt_file.age(now - since)} old, from an earlier watchdog"
@@ -73,10 +73,10 @@ class Watchdog:
         """Check the run once; returns the current findings."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
-        found = phase(history, findings)
-        if found != self.phase:
-            self.phase = found
-            self.log(f"{found} at step {history.step}")
+        now_phase = phase(history, findings)
+        if now_phase != self.phase:
+            self.phase = now_phase
+            self.log(f"{now_phase} at step {history.step}")
         if (unreadable := history.unreadable.total()) != self._unreadable:
             self._unreadable = unreadable
             self.log(records.describe_unreadable(history.unreadable) or "all records are readable again")
@@ -95,7 +95,7 @@ class Watchdog:
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
-        if found == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
+        if now_phase == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
             self._cause = None  # what ends this process now is not a consequence of an earlier finding
         return findings
 
@@ -130,7 +130,7 @@ class Watchdog:
         if first.condition.process_ended and self._cause:
             self.log(f"{names.ANOMALY} stays {self._cause}: {first.name} is a consequence")
             return
-        earlier, self._cause = read_anomaly(self.folder), first.name
+        earlier, self._cause = _read_anomaly(self.folder), first.name
         self._try(lambda: write_atomic(self.folder / names.ANOMALY, f"{first.name}\n"))
         if earlier is not None and earlier[0] != first.name:
             self.log(f"{names.ANOMALY} changed from {earlier[0]} to {first.name}")
@@ -166,7 +166,7 @@ class Watchdog:
         log = self._reader.history.first
         if log is None or not log.progress:
             return
-        content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **gate_details(log)}
+        content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **_gate_details(log)}
         content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_GATE_NAMES)}
         self._try(lambda: write_atomic(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
@@ -182,7 +182,7 @@ class Watchdog:
 _GATE_NAMES = ("entropy_", "collapse_", "gate_")
 
 
-def gate_details(log: RankLog) -> dict[str, Any]:
+def _gate_details(log: RankLog) -> dict[str, Any]:
     """gate_collapse_details.json: the last record, layers sorted by their largest gate, and the recent records."""
     last = log.progress[-1]
     by_layer = last.gate_shares_by_layer or ()
@@ -231,7 +231,7 @@ def describe(same: Sequence[HealthFinding]) -> str:
     return f"{same[0].name}{_where(same)}: {same[0].message}"
 
 
-def read_anomaly(folder: Path) -> tuple[str, float] | None:
+def _read_anomaly(folder: Path) -> tuple[str, float] | None:
     """Content and modification time of `.anomaly_type`; None without one."""
     path = folder / names.ANOMALY
     try:

@@ -96,17 +96,17 @@ class EvaluationCallback(Callback):
 
     def _read(self) -> list[Batch]:
         """Batches are kept in memory: finding a held-out split of 0.1 % means reading a thousand times as much."""
-        stream, kept = self.data.open(), list[Batch]()
+        stream, batches = self.data.open(), list[Batch]()
         try:
             for _ in range(self.batches):
-                kept.append(stream.next_batch(self.rows, self.ranks.data_rank, self.ranks.data_world))
+                batches.append(stream.next_batch(self.rows, self.ranks.data_rank, self.ranks.data_world))
         except EndOfData:
-            if not kept:
+            if not batches:
                 raise DataError(
                     f"{self.data} holds less than one batch of {self.rows} rows to evaluate on. Raise data.held_out, "
                     f"or set train.eval_every=0."
                 ) from None
-        return kept
+        return batches
 
 
 def _describe(error: Exception) -> str:

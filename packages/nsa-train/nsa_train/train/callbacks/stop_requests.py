@@ -11,11 +11,11 @@ from nsa.errors import ExitCode
 from nsa_train import names
 from nsa_train.observe.events import EventKind
 from nsa_train.observe.run_folder import RunFolder
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback
-from nsa_train.train.run_report import EventLogCallback
+from nsa_train.train.run_outputs import EventLogCallback
 from nsa_train.train.signal_handlers import SignalHandlers
 
 

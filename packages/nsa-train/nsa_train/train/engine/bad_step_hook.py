@@ -32,12 +32,12 @@ from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.observe.events import EventKind
 from nsa_train.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import HostCollectives
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback
 from nsa_train.train.engine.lm_head import SCORE_SUMS
-from nsa_train.train.run_report import EventLogCallback
+from nsa_train.train.run_outputs import EventLogCallback
 
 
 def make_bad_step_policy(config: RunConfig) -> BadStepPolicy:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.observe.events import EventKind
-from nsa_train.observe.view.goodput import TimeCause, goodput
+from nsa_train.observe.view.measured_goodput import TimeCause, goodput
 from nsa_train.observe.view.report.run_report import render
 from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.view.snapshot import RunSnapshot, take_snapshot
@@ -173,7 +173,7 @@ def test_a_long_run_is_one_small_file_with_its_spike():
 
 @pytest.mark.nightly
 def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
-    from nsa_train.observe.heartbeat import to_line
+    from nsa_train.observe.records import to_line
 
     template = to_line({**progress(1, BEGAN).as_dict(), "ts": "TS", "step": "STEP", "loss": "LOSS"})
     head, tail = template.split('"TS"')

@@ -13,7 +13,7 @@ from nsa_train.observe.view.downsample import ChartBucket, ValueRange, buckets, 
 from nsa_train.observe.view.formatting import tick
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-QUIET, BAD, HIGH, RESTART, POINT = "dim", "bold red", "yellow", "dim yellow", "bold magenta"
+_QUIET, _BAD, _HIGH, _RESTART, _POINT = "dim", "bold red", "yellow", "dim yellow", "bold magenta"
 
 
 @dataclass
@@ -37,8 +37,8 @@ class BraillePlot:
 
     def draw(self, width: int, height: int) -> list[Text]:
         """`height` lines, the last of them the horizontal axis, each at most `width` cells wide."""
-        found = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
-        everything = [bucket for each in found for bucket in each]
+        drawn = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
+        everything = [bucket for each in drawn for bucket in each]
         span = value_range(everything, from_zero=self.from_zero, more=[y for _, y in self.points])
         xs = [bucket.x for bucket in everything] + [x for x, _ in self.points]
         if not xs:
@@ -50,7 +50,7 @@ class BraillePlot:
         labels = _labels(span, rows, self.label)
         gutter = max((len(label) for label in labels.values()), default=1)
         canvas = _BrailleCanvas(width - gutter - 2, rows, x_range, span or ValueRange(0.0, 1.0))
-        for place, (each, curve) in enumerate(zip(found, self.curves, strict=True)):
+        for place, (each, curve) in enumerate(zip(drawn, self.curves, strict=True)):
             canvas.draw(each, curve.style)
             canvas.letter(each, curve.letter, f"bold {curve.style}", place)
         for x in self.restarts:
@@ -60,7 +60,7 @@ class BraillePlot:
         lines = []
         for row, cells in enumerate(canvas.lines()):
             label = labels.get(row, "")
-            lines.append(Text.assemble((f"{label:>{gutter}} {'┤' if label else '│'}", QUIET), cells))
+            lines.append(Text.assemble((f"{label:>{gutter}} {'┤' if label else '│'}", _QUIET), cells))
         return [*lines, _x_axis(x_range, gutter + 2, width, self.x_unit)]
 
 
@@ -72,17 +72,17 @@ class _BrailleCanvas:
         self._style = [[""] * self.width for _ in range(height)]
         self._over: dict[tuple[int, int], tuple[str, str]] = {}
 
-    def draw(self, found: Sequence[ChartBucket], style: str) -> None:
+    def draw(self, points: Sequence[ChartBucket], style: str) -> None:
         before: tuple[int, int] | None = None
-        for bucket in found:
+        for bucket in points:
             column = self._column(bucket.x)
             if bucket.not_finite:
-                self._over[0, column // 2] = ("×", BAD)
+                self._over[0, column // 2] = ("×", _BAD)
             if math.isnan(bucket.mean):
                 before = None
                 continue
             if bucket.high > self._span.high:
-                self._over.setdefault((0, column // 2), ("↑", HIGH))
+                self._over.setdefault((0, column // 2), ("↑", _HIGH))
             low, high, mean = self._row(bucket.low), self._row(bucket.high), self._row(bucket.mean)
             for row in range(high, low + 1):
                 self._dot(column, row, style)
@@ -90,9 +90,9 @@ class _BrailleCanvas:
                 self._line(before, (column, mean), style)
             before = (column, mean)
 
-    def letter(self, found: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
+    def letter(self, points: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
         """At four places along the curve, different for each curve."""
-        finite = [bucket for bucket in found if not math.isnan(bucket.mean)]
+        finite = [bucket for bucket in points if not math.isnan(bucket.mean)]
         for quarter in range(4 if letter and finite else 0):
             at = (quarter + (place + 0.5) / 6) / 4
             bucket = finite[min(len(finite) - 1, int(at * len(finite)))]
@@ -102,13 +102,13 @@ class _BrailleCanvas:
         column = self._column(x) // 2
         for row in range(self.height):
             if not self._dots[row][column]:
-                self._over.setdefault((row, column), ("┊", RESTART))
+                self._over.setdefault((row, column), ("┊", _RESTART))
 
     def point(self, x: float, y: float) -> None:
         if not math.isfinite(y):
-            self._over[0, self._column(x) // 2] = ("×", BAD)
+            self._over[0, self._column(x) // 2] = ("×", _BAD)
         else:
-            self._over[self._row(y) // 4, self._column(x) // 2] = ("o", POINT)
+            self._over[self._row(y) // 4, self._column(x) // 2] = ("o", _POINT)
 
     def lines(self) -> Iterable[Text]:
         for row in range(self.height):
@@ -156,10 +156,10 @@ def _x_axis(x_range: tuple[float, float], left: int, width: int, unit: str) -> T
     step = max(1.0, (last - first) / 4)
     begin, end = tick(round(first), step), f"{tick(round(last), step)} {unit}"
     room = width - left - len(begin) - len(end)
-    return Text(f"{'':{left}}{begin}{' ' * max(1, room)}{end}", QUIET)
+    return Text(f"{'':{left}}{begin}{' ' * max(1, room)}{end}", _QUIET)
 
 
 def _centred(words: str, width: int, height: int) -> list[Text]:
     lines = [Text("") for _ in range(height)]
-    lines[(height - 1) // 2] = Text(f"{words:^{width}}", QUIET)
+    lines[(height - 1) // 2] = Text(f"{words:^{width}}", _QUIET)
     return lines

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.view.formatting import (
     accuracy_text,
     as_float,
@@ -20,27 +21,34 @@ from nsa_train.observe.view.formatting import (
     duration,
     event_text,
     memory,
+    metric_format,
     number,
     plain,
     share,
 )
-from nsa_train.observe.view.goodput import TimeCause
+from nsa_train.observe.view.measured_goodput import TimeCause
 from nsa_train.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa_train.observe.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
-from nsa_train.observe.view.run_data import BRANCHES, RunData
+from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.view.snapshot import RunSnapshot
 from nsa_train.observe.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.observe.watch.trends import smoothed_last
 from nsa_train.observe.watch.watchdog import describe
 
-MARKS = {
+_MARKS = {
     "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
     "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
     "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
 }  # fmt: skip
-LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
+_LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
 _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
+_SHOWN = (
+    "loss", "toks_per_s", "grad_norm", "lr", "dt_fetch_s", "forward_s", "host_mem_rss", "gpu_mem_alloc",
+    "gpu_mem_reserved", "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max",
+    "sel_pct_at_max",
+)  # fmt: skip
+"""Metrics with a place in a frame; every other one that has a title gets a line where there is room."""
 
 
 def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
@@ -83,7 +91,7 @@ def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
 
 
 def _header(snapshot: RunSnapshot, width: int) -> Text:
-    mark, style = MARKS.get(snapshot.state, ("?", "bold"))
+    mark, style = _MARKS.get(snapshot.state, ("?", "bold"))
     run, lead = snapshot.run, snapshot.run.lead
     left = line((f"{mark} {snapshot.state}", style), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
@@ -148,6 +156,10 @@ def _latest(run: RunData, name: str) -> float:
     return column[-1] if len(column) else math.nan
 
 
+def _latest_text(run: RunData, name: str) -> str:
+    return metric_format(name)(_latest(run, name))
+
+
 def _loss(run: RunData, width: int, height: int) -> list[Text]:
     evaluations = run.counted_evaluations()
     loss, n = smoothed_last([value for value in run.lead.counted("loss") if not math.isnan(value)])
@@ -166,24 +178,24 @@ def _loss(run: RunData, width: int, height: int) -> list[Text]:
 
 
 def _throughput(run: RunData, width: int, height: int) -> list[Text]:
-    about = line((count(_latest(run, "toks_per_s")), "bold cyan"), (" tokens/s", QUIET))
-    plot = _plot(run, "toks_per_s", from_zero=True, style="cyan")
-    return [title("throughput", about, width), *plot.draw(width, height - 1)]
+    return _metric_plot(run, "toks_per_s", "tokens/s", width, height)
 
 
 def _grad_norm(run: RunData, width: int, height: int) -> list[Text]:
-    about = line((number(_latest(run, "grad_norm")), "bold cyan"), (" before clipping", QUIET))
-    return [
-        title("gradient norm", about, width),
-        *_plot(run, "grad_norm", from_zero=True, style="cyan").draw(width, height - 1),
-    ]
+    return _metric_plot(run, "grad_norm", "before clipping", width, height)
 
 
 def _memory(run: RunData, width: int, height: int) -> list[Text]:
     on_gpu = _latest(run, "gpu_mem_reserved") > 0
     name, words = ("gpu_mem_reserved", "reserved on the GPU") if on_gpu else ("host_mem_rss", "on the host")
-    about = line((memory(_latest(run, name)), "bold cyan"), (f" {words}, MiB", QUIET))
-    return [title("memory", about, width), *_plot(run, name, from_zero=True, style="cyan").draw(width, height - 1)]
+    return _metric_plot(run, name, f"{words}, MiB", width, height, heading="memory")
+
+
+def _metric_plot(run: RunData, name: str, words: str, width: int, height: int, heading: str = "") -> list[Text]:
+    """Draw a metric with its newest value in the title."""
+    about = line((_latest_text(run, name), "bold cyan"), (f" {words}", QUIET))
+    plot = _plot(run, name, from_zero=True, style="cyan")
+    return [title(heading or METRICS[name].title, about, width), *plot.draw(width, height - 1)]
 
 
 def _n_layers(run: RunData) -> int:
@@ -202,7 +214,7 @@ def _gates(run: RunData, width: int, height: int) -> list[Text]:
     else:
         means = last.get("gate_branch_shares") or [math.nan] * 3
         room = width - 11 - 7
-        for branch, (name, mean) in enumerate(zip(BRANCHES, means, strict=False)):
+        for branch, (name, mean) in enumerate(zip(GATE_BRANCHES, means, strict=False)):
             values = [layer[branch] for layer in layers]
             strip = _strip(values, room)
             lines.append(line((f"{name:10} ", ""), (f"{share(as_float(mean)):>6} ", "bold"), (strip, "cyan")))
@@ -252,10 +264,10 @@ def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
         title("details", "", width),
         line("selected ", (number(k_mean, 3), "bold"), f"/{number(k_max, 3)} keys · {share(at_max)} at max"),
         line(same, (f" {count(as_float(counted))} keys", QUIET)),
-        line("data wait ", (duration(_latest(run, "dt_fetch_s")), "bold"), " · ", _memory_words(run)),
+        line("data wait ", (_latest_text(run, "dt_fetch_s"), "bold"), " · ", _memory_words(run)),
         line(
             "lr ", (f"{_latest(run, 'lr'):.2e}", "bold"), " · ",
-            *([("forward ", ""), (duration(_latest(run, "forward_s")), "bold")] if two_rows
+            *([("forward ", ""), (_latest_text(run, "forward_s"), "bold")] if two_rows
               else [("grad norm ", ""), (number(_latest(run, "grad_norm"), 3), "bold")]),
         ),
     ]  # fmt: skip
@@ -267,6 +279,8 @@ def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
     if two_rows:
         kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
         reason = str(last.get("kernels_reason") or "")
+        others = [name for name, metric in METRICS.items() if metric.title and name not in _SHOWN and name in last]
+        lines += [line(f"{METRICS[name].title} ", (_latest_text(run, name), "bold")) for name in others]
         lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold"), (f" {plain(reason)}", QUIET)))
     return lines
 
@@ -300,7 +314,7 @@ def _findings(snapshot: RunSnapshot, width: int, room: int) -> list[Text]:
     shown = groups if len(groups) <= room else groups[: room - 1]
     lines = [title("findings", ", ".join(counts), width)]
     for group in shown:
-        mark, style = LEVEL_MARKS[group[0].level]
+        mark, style = _LEVEL_MARKS[group[0].level]
         lines.append(line((mark, style), " ", plain(describe(group), 300)))
     if rest := groups[len(shown) :]:
         lines.append(line((f"and {len(rest)} more: {', '.join(group[0].name for group in rest)}", QUIET)))

@@ -6,12 +6,12 @@ from itertools import zip_longest
 from rich.text import Text
 
 QUIET = "dim"
-LEVELS = " ▁▂▃▄▅▆▇█"
+_LEVELS = " ▁▂▃▄▅▆▇█"
 
-Pieces = str | Text | tuple[str, str]
+_Pieces = str | Text | tuple[str, str]
 
 
-def line(*pieces: Pieces) -> Text:
+def line(*pieces: _Pieces) -> Text:
     return Text.assemble(*pieces, no_wrap=True, overflow="ellipsis")
 
 
@@ -52,11 +52,11 @@ def level(share: float) -> str:
     """A share from 0 to 1 as a block character of that height."""
     if not 0 <= share <= 1:
         return "?" if share != share or share in (float("inf"), float("-inf")) else "█"
-    return LEVELS[max(1, round(share * 8))] if share > 0 else LEVELS[1]
+    return _LEVELS[max(1, round(share * 8))] if share > 0 else _LEVELS[1]
 
 
 def plain_ascii(text: Text) -> Text:
-    """The same text for a terminal without Unicode."""
+    """Replace the characters that a terminal without Unicode lacks."""
     styled = Text(text.plain.translate(_ASCII), no_wrap=True, overflow="ellipsis")
     styled.spans = list(text.spans)
     return styled
@@ -64,6 +64,6 @@ def plain_ascii(text: Text) -> Text:
 
 _ASCII = {
     **dict.fromkeys(range(0x2801, 0x2900), "*"),
-    **dict(zip(map(ord, LEVELS[1:]), "12345678", strict=True)),
+    **dict(zip(map(ord, _LEVELS[1:]), "12345678", strict=True)),
     **{ord(a): b for a, b in zip("─│┤┊·×↑…–●○✓■✗▲≈→µ", "-||:.x^.-*o+#x!~>u", strict=True)},
 }

@@ -1,19 +1,21 @@
 """HTML comparison of several runs: summary, differing settings, curves on common axes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from math import isfinite
 
+from nsa_train.observe.heartbeat_record import METRICS
 from nsa_train.observe.view.downsample import buckets
-from nsa_train.observe.view.formatting import count, memory, number, plain, share
+from nsa_train.observe.view.formatting import memory, metric_format, plain, share
 from nsa_train.observe.view.report.html_page import chart_figure, page, section, table
-from nsa_train.observe.view.report.run_charts import OF_TOKENS, accuracy_line, time_unit, worst
+from nsa_train.observe.view.report.run_charts import OF_TOKENS, accuracy_line, drawn_metrics, time_unit, worst
 from nsa_train.observe.view.report.run_report import value_text
 from nsa_train.observe.view.report.svg_chart import ChartLine, SvgChart
 from nsa_train.observe.view.run_data import RunData
 from nsa_train.observe.view.summary import differing_settings, figures, labels, summarize
 
 _POINTS = 250
+_MEMORY = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 STYLES = ("c1", "c2", "c3", "c4", "c5", "c6")
 
 
@@ -42,16 +44,12 @@ def render(runs: Sequence[RunData]) -> str:
 
 def _charts(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
     return [
-        _over_steps(runs, names, "loss", "loss", "nats per token", number, from_zero=False),
+        _over_steps(runs, names, "loss", from_zero=False),
         _loss_over(runs, names, "tokens"),
         _loss_over(runs, names, "time"),
         _held_out(runs, names),
         *_accuracy(runs, names),
-        _over_steps(runs, names, "toks_per_s", "throughput", "tokens per second", count),
-        _over_steps(runs, names, "grad_norm", "gradient norm", "before clipping", number),
-        _over_steps(runs, names, "lr", "learning rate", "", number),
-        _over_steps(runs, names, "gate_entropy_mean", "gate entropy", "nats; ln 3 = 1.0986 is uniform", number),
-        _over_steps(runs, names, "sel_pct_at_max", "queries at maximum keys", "share of the queries", share),
+        *(_over_steps(runs, names, name) for name in drawn_metrics(runs) if name not in ("loss", *_MEMORY)),
         _memory(runs, names),
     ]
 
@@ -64,15 +62,14 @@ def _last_step(runs: Sequence[RunData]) -> float:
     return float(max((max(run.lead.step) for run in runs if len(run.lead)), default=1))
 
 
-def _over_steps(
-    runs: Sequence[RunData], names: Sequence[str], column: str, title: str, unit: str,
-    format_value: Callable[[float], str], from_zero: bool = True,
-) -> SvgChart:  # fmt: skip
+def _over_steps(runs: Sequence[RunData], names: Sequence[str], column: str, from_zero: bool = True) -> SvgChart:
+    metric = METRICS[column]
     lines = [
         ChartLine(name, buckets(run.lead.counted("step"), run.lead.counted(column), _POINTS), _style(place))
         for place, (run, name) in enumerate(zip(runs, names, strict=True))
     ]
-    return SvgChart(title, unit, lines, (0.0, _last_step(runs)), from_zero=from_zero, format=format_value)
+    last, text = _last_step(runs), metric_format(column)
+    return SvgChart(metric.title, metric.unit, lines, (0.0, last), from_zero=from_zero, format=text)
 
 
 def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgChart:
@@ -98,14 +95,14 @@ def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgC
 def _held_out(runs: Sequence[RunData], names: Sequence[str]) -> SvgChart:
     lines = []
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
-        found = run.counted_evaluations()
-        steps, losses = [float(each.step) for each in found], [each.val_loss for each in found]
+        evaluations = run.counted_evaluations()
+        steps, losses = [float(each.step) for each in evaluations], [each.val_loss for each in evaluations]
         lines.append(ChartLine(name, buckets(steps, losses, _POINTS), _style(place)))
     return SvgChart("held-out loss", "nats per token", lines, (0.0, _last_step(runs)), from_zero=False)
 
 
 def _accuracy(runs: Sequence[RunData], names: Sequence[str]) -> list[SvgChart]:
-    """Of evaluations; no chart if no run has recorded it."""
+    """Draw the held-out accuracies; no chart if no run has recorded one."""
     lines = [accuracy_line(run, name, _style(place)) for place, (run, name) in enumerate(zip(runs, names, strict=True))]
     chart = SvgChart("held-out accuracy", OF_TOKENS, lines, (0.0, _last_step(runs)), format=share)
     return [chart] if any(line.buckets for line in lines) else []

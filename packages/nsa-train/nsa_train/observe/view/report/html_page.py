@@ -38,11 +38,11 @@ def section(name: str, anchor: str, *content: str) -> str:
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
     """(name, value, note)."""
-    made = [
+    cells = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(more)}</span></div>'
         for name, figure, more in figures
     ]
-    return f'<div class="tiles">{"".join(made)}</div>'
+    return f'<div class="tiles">{"".join(cells)}</div>'
 
 
 def chart_figure(chart: SvgChart) -> str:
@@ -85,7 +85,7 @@ def table(
     body = []
     for index, row in enumerate(rows):
         named = f' class="{classes[index]}"' if index < len(classes) and classes[index] else ""
-        cells = "".join(f"<td{css(place)}>{cell_of(cell)}</td>" for place, cell in enumerate(row))
+        cells = "".join(f"<td{css(place)}>{_cell_of(cell)}</td>" for place, cell in enumerate(row))
         body.append(f"<tr{named}>{cells}</tr>")
     identity = f' id="{anchor}"' if anchor else ""
     return f"<table{identity}><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -95,7 +95,7 @@ class SafeHtml(str):
     """Markup in which all foreign text is already escaped."""
 
 
-def cell_of(cell: str) -> str:
+def _cell_of(cell: str) -> str:
     return str(cell) if isinstance(cell, SafeHtml) else escape(str(cell))
 
 

@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from nsa_train.observe.events import EventKind
+from nsa_train.observe.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.observe.view.downsample import ChartBucket, buckets
-from nsa_train.observe.view.formatting import accuracy_text, count, duration, memory, number, plain, share
+from nsa_train.observe.view.formatting import accuracy_text, count, memory, metric_format, number, plain, share
 from nsa_train.observe.view.report.svg_chart import MOST_POINTS, ChartLine, ChartMark, SvgChart
-from nsa_train.observe.view.run_data import BRANCHES, RANK_COLUMNS, SHARES, RunData
+from nsa_train.observe.view.run_data import RANK_COLUMNS, SHARES, RunData
 
 _LOG_FROM = 1000.0
 """Ratio of largest to smallest gradient norm above which the axis is logarithmic."""
@@ -23,23 +24,39 @@ _FAINTEST = 20
 OF_TOKENS = "share of the tokens that are the most likely ones"
 
 
+_PLACED = (
+    "loss", "toks_per_s", "grad_norm", "lr", "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean",
+    "sel_k_max", "sel_pct_at_max", "host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved", "dt_fetch_s", "forward_s",
+)  # fmt: skip
+"""Metrics with a place in `charts`; every other one that has a title follows in a chart of its own."""
+
+
 def charts(run: RunData) -> list[SvgChart]:
-    made = [
+    return [
         _loss(run),
         *_accuracy(run),
-        _one(run, "toks_per_s", "throughput", "tokens per second, all ranks", count),
+        _one(run, "toks_per_s"),
         _grad_norm(run),
-        _one(run, "lr", "learning rate", "", number),
+        _one(run, "lr"),
         _shares(run),
         _gate_health(run),
         _selected(run),
-        _one(run, "sel_pct_at_max", "queries at maximum keys", "share of the queries", share),
+        _one(run, "sel_pct_at_max"),
         _memory(run),
-        _of_ranks(run, "dt_fetch_s", "wait for data", "seconds for the last batch", duration),
-        _of_ranks(run, "forward_s", "forward pass", "seconds of forward passes per step", duration),
+        _one(run, "dt_fetch_s"),
+        _one(run, "forward_s"),
+        *(_one(run, name) for name in drawn_metrics([run]) if name not in _PLACED),
         _progress(run),
     ]
-    return made
+
+
+def drawn_metrics(runs: Sequence[RunData]) -> list[str]:
+    """Return the metrics that have a title and of which a run has values."""
+    return [
+        name
+        for name, metric in METRICS.items()
+        if metric.title and any(not math.isnan(value) for run in runs for value in run.lead.column(name))
+    ]
 
 
 def _progress(run: RunData) -> SvgChart:
@@ -60,7 +77,7 @@ def time_unit(total: float) -> tuple[float, str]:
 _TIME_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
-def x_range(run: RunData) -> tuple[float, float]:
+def _x_range(run: RunData) -> tuple[float, float]:
     steps = run.lead.step
     last = max(steps) if len(steps) else 1
     first = min(steps) if len(steps) else 0
@@ -68,13 +85,13 @@ def x_range(run: RunData) -> tuple[float, float]:
 
 
 def marks(run: RunData) -> list[ChartMark]:
-    found = []
+    drawn = []
     for event in run.events:
         if event.kind == EventKind.RESTART:
-            found.append(ChartMark(event.step, "↻", f"restart from step {event.step:,}"))
+            drawn.append(ChartMark(event.step, "↻", f"restart from step {event.step:,}"))
         elif event.kind == EventKind.ROLLBACK:
-            found.append(ChartMark(event.step, "↶", f"rollback at step {event.step:,}"))
-    return found
+            drawn.append(ChartMark(event.step, "↶", f"rollback at step {event.step:,}"))
+    return drawn
 
 
 def _superseded(run: RunData, name: str) -> list[ChartLine]:
@@ -102,15 +119,20 @@ def _at_rows(x: Sequence[float], y: Sequence[float], rows: Sequence[int]) -> tup
 def _chart(
     run: RunData, title: str, unit: str, lines: list[ChartLine], format_value: Callable[[float], str], **more: object
 ) -> SvgChart:
-    return SvgChart(title, unit, lines, x_range(run), marks=marks(run), format=format_value, **more)  # type: ignore[arg-type]
+    return SvgChart(title, unit, lines, _x_range(run), marks=marks(run), format=format_value, **more)  # type: ignore[arg-type]
 
 
-def _line(run: RunData, name: str, label: str, style: str = "c1", most: int = MOST_POINTS) -> ChartLine:
-    return ChartLine(label, buckets(run.lead.counted("step"), run.lead.counted(name), most), style)
+def _line(run: RunData, name: str, style: str = "c1") -> ChartLine:
+    values = buckets(run.lead.counted("step"), run.lead.counted(name), MOST_POINTS)
+    return ChartLine(METRICS[name].title, values, style)
 
 
-def _one(run: RunData, name: str, title: str, unit: str, format_value: Callable[[float], str]) -> SvgChart:
-    return _chart(run, title, unit, [_line(run, name, title)], format_value)
+def _one(run: RunData, name: str) -> SvgChart:
+    """Draw a metric alone, as its row of the table says."""
+    metric, slowest = METRICS[name], METRICS[name].every_rank and len(run.ranks) > 1
+    line = ChartLine(metric.title, worst(run, name)) if slowest else _line(run, name)
+    unit = f"{metric.unit}, largest of {len(run.ranks)} ranks" if slowest else metric.unit
+    return _chart(run, metric.title, unit, [line], metric_format(name))
 
 
 def _loss(run: RunData) -> SvgChart:
@@ -124,24 +146,26 @@ def _loss(run: RunData) -> SvgChart:
         for event in run.events
         if event.kind == EventKind.SKIPPED_STEP
     ]
-    lines = [*_superseded(run, "loss"), _line(run, "loss", "training loss")]
+    lines = [*_superseded(run, "loss"), _line(run, "loss")]
     return _chart(run, "loss", "nats per token", lines, number, points=points, bad=bad, from_zero=False)
 
 
 def _accuracy(run: RunData) -> list[SvgChart]:
-    """Of evaluations; no chart if none has recorded it."""
+    """Draw the held-out accuracy; no chart if no evaluation has recorded it."""
     line = accuracy_line(run, "held-out accuracy", "c1")
     return [_chart(run, "held-out accuracy", OF_TOKENS, [line], share)] if line.buckets else []
 
 
 def accuracy_line(run: RunData, label: str, style: str) -> ChartLine:
-    found = run.counted_evaluations()
-    values = buckets([float(each.step) for each in found], [each.val_accuracy for each in found], MOST_POINTS)
+    evaluations = run.counted_evaluations()
+    values = buckets(
+        [float(each.step) for each in evaluations], [each.val_accuracy for each in evaluations], MOST_POINTS
+    )
     return ChartLine(label, values, style)
 
 
 def _grad_norm(run: RunData) -> SvgChart:
-    line = _line(run, "grad_norm", "gradient norm")
+    line = _line(run, "grad_norm")
     finite = [bucket for bucket in line.buckets if bucket.low > 0]
     log = bool(finite) and max(b.high for b in finite) / min(b.low for b in finite) > _LOG_FROM
     return _chart(run, "gradient norm", f"before clipping{', log scale' if log else ''}", [line], number, log=log)
@@ -149,17 +173,17 @@ def _grad_norm(run: RunData) -> SvgChart:
 
 def _shares(run: RunData) -> SvgChart:
     lines = [
-        _line(run, name, branch, f"c{place + 1}")
-        for place, (name, branch) in enumerate(zip(SHARES, BRANCHES, strict=True))
+        ChartLine(branch, buckets(run.lead.counted("step"), run.lead.counted(name), MOST_POINTS), f"c{place + 1}")
+        for place, (name, branch) in enumerate(zip(SHARES, GATE_BRANCHES, strict=True))
     ]
     return _chart(run, "gate shares", "mean over layers", lines, share)
 
 
 def _gate_health(run: RunData) -> SvgChart:
     lines = [
-        _line(run, "gate_entropy_mean", "entropy, nats", "c1"),
-        _line(run, "gate_max_mean", "largest gate, share", "c2"),
-        _line(run, "gate_collapse_frac", "collapsed, share of gates", "c3"),
+        _line(run, "gate_entropy_mean", "c1"),
+        _line(run, "gate_max_mean", "c2"),
+        _line(run, "gate_collapse_frac", "c3"),
     ]
     limits = [(math.log(3), "uniform: ln 3"), (0.2, "entropy critical below 0.2")]
     return _chart(run, "gate health", "entropy in nats, shares", lines, number, limits=limits)
@@ -167,8 +191,8 @@ def _gate_health(run: RunData) -> SvgChart:
 
 def _selected(run: RunData) -> SvgChart:
     lines = [
-        _line(run, "sel_k_mean", "mean", "c1"),
-        _line(run, "sel_k_max", "maximum", "c2"),
+        _line(run, "sel_k_mean", "c1"),
+        _line(run, "sel_k_max", "c2"),
     ]
     return _chart(run, "selected keys", "tokens per query, from the selected blocks", lines, number)
 
@@ -177,23 +201,18 @@ def _memory(run: RunData) -> SvgChart:
     lines = []
     on_gpu = any(value > 0 for value in run.lead.column("gpu_mem_reserved"))
     if on_gpu:
-        lines.append(ChartLine("GPU reserved", worst(run, "gpu_mem_reserved"), "c1"))
-        lines.append(_line(run, "gpu_mem_alloc", "GPU allocated, first rank", "c2"))
-    lines.append(ChartLine("host", worst(run, "host_mem_rss"), "c3" if on_gpu else "c1"))
+        lines.append(ChartLine(METRICS["gpu_mem_reserved"].title, worst(run, "gpu_mem_reserved"), "c1"))
+        lines.append(_line(run, "gpu_mem_alloc", "c2"))
+    lines.append(ChartLine(METRICS["host_mem_rss"].title, worst(run, "host_mem_rss"), "c3" if on_gpu else "c1"))
     of = " · maximum over ranks" if len(run.ranks) > 1 else ""
     return _chart(run, "memory", f"MiB{of}", lines, memory)
-
-
-def _of_ranks(run: RunData, name: str, title: str, unit: str, format_value: Callable[[float], str]) -> SvgChart:
-    of = f", slowest of {len(run.ranks)} ranks" if len(run.ranks) > 1 else ""
-    return _chart(run, title, f"{unit}{of}", [ChartLine(title, worst(run, name), "c1")], format_value)
 
 
 def worst(run: RunData, name: str) -> list[ChartBucket]:
     """Largest value of any rank."""
     assert name in RANK_COLUMNS
     if len(run.ranks) <= 1:
-        return _line(run, name, name).buckets  # type: ignore[return-value]
+        return _line(run, name).buckets  # type: ignore[return-value]
     x: list[float] = []
     y: list[float] = []
     for series in run.ranks.values():
@@ -215,9 +234,9 @@ def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, in
     chosen = gates if len(gates) <= _COLUMNS else [gates[i * len(gates) // _COLUMNS] for i in range(_COLUMNS)]
     low, high = min(finite), max(finite)
     pictures = []
-    for place, branch in enumerate(BRANCHES):
+    for place, branch in enumerate(GATE_BRANCHES):
         cells = [[_at(each.shares[layer], place) for each in chosen] for layer in range(layers)]
-        pictures.append((branch, png_uri(cells, low, high)))
+        pictures.append((branch, _png_uri(cells, low, high)))
     return pictures, low, high, layers, (chosen[0].step, chosen[-1].step)
 
 
@@ -225,7 +244,7 @@ def _at(shares: Sequence[float], place: int) -> float:
     return shares[place] if place < len(shares) else math.nan
 
 
-def png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
+def _png_uri(cells: Sequence[Sequence[float]], low: float, high: float) -> str:
     """Heat map of rows of values as a PNG data URI, one pixel per value (smaller than SVG rectangles).
 
     Larger values are more opaque, missing ones transparent.

@@ -22,8 +22,8 @@ from nsa_train.observe.view.formatting import (
     plain,
     share,
 )
-from nsa_train.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause
-from nsa_train.observe.view.report.evaluations import evaluation_section
+from nsa_train.observe.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause
+from nsa_train.observe.view.report.evaluation_tables import evaluation_section
 from nsa_train.observe.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa_train.observe.view.report.run_charts import charts, gate_pictures
 from nsa_train.observe.view.report.timeline import timeline
@@ -33,11 +33,11 @@ from nsa_train.observe.view.summary import RunSummary, summarize
 from nsa_train.observe.watch.conditions import AlertLevel, HealthFinding
 from nsa_train.observe.watch.watchdog import ranks_of
 
-SIGNS = {
+_SIGNS = {
     "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
     "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
 }  # fmt: skip
-SWATCHES = {
+_SWATCHES = {
     TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
     TimeCause.EVALUATION: "s-eval", TimeCause.CHECKPOINT: "s-save", TimeCause.START_UP: "s-start", TimeCause.STALL:
     "s-stall",
@@ -71,7 +71,7 @@ def render(snapshot: RunSnapshot) -> str:
 
 def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
     run = snapshot.run
-    sign, style = SIGNS.get(snapshot.state, ("?", ""))
+    sign, style = _SIGNS.get(snapshot.state, ("?", ""))
     parts = (
         "curves",
         names.EVALUATIONS,
@@ -124,10 +124,10 @@ def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, s
 
 
 def _gates(run: RunData) -> str:
-    made = gate_pictures(run)
-    if made is None:
+    drawn = gate_pictures(run)
+    if drawn is None:
         return '<p class="quiet">No gate values by layer recorded.</p>'
-    pictures, low, high, layers, (first, last) = made
+    pictures, low, high, layers, (first, last) = drawn
     height = max(40, min(300, layers * 14))
     figures = []
     for branch, uri in pictures:
@@ -146,30 +146,32 @@ def _gates(run: RunData) -> str:
     )
 
 
+_NO_TIMES = '<p class="quiet">Not known: no records yet, or a clock that was set back while the run wrote them.</p>'
+
+
 def _timeline(run: RunData, wall: Goodput | None) -> str:
     if wall is None:
-        return '<p class="quiet">No records yet.</p>'
+        return _NO_TIMES
     words = f"From {moment(wall.begin)} to {moment(wall.end)}; the axis shows time since the start. Outlined: start-up."
     return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
 
 
 def _goodput(wall: Goodput | None) -> str:
     if wall is None or wall.total <= 0:
-        return '<p class="quiet">No time recorded yet.</p>'
+        return _NO_TIMES
     bar: list[str] = []
     rows: list[tuple[str, ...]] = []
     for cause in TimeCause:
         part = wall.share(cause)
         if part > 0:
             words = f"{cause.value} {share(part)}" if part > 0.14 else share(part) if part > 0.05 else ""
-            bar.append(
-                f'<i class="{SWATCHES[cause]}" style="flex:{part:.5f}" title="{cause.value}: {share(part)}">{words}</i>'
-            )
-        name = SafeHtml(f'<span class="swatch {SWATCHES[cause]}"></span>{cause.value}')
+            title = f"{cause.value}: {share(part)}"
+            bar.append(f'<i class="{_SWATCHES[cause]}" style="flex:{part:.5f}" title="{title}">{words}</i>')
+        name = SafeHtml(f'<span class="swatch {_SWATCHES[cause]}"></span>{cause.value}')
         rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), HOW_MEASURED[cause]))
     rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
-    made = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
-    return f'<div class="bar">{"".join(bar)}</div>{made}'
+    causes = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
+    return f'<div class="bar">{"".join(bar)}</div>{causes}'
 
 
 def _findings(snapshot: RunSnapshot) -> str:
@@ -178,13 +180,15 @@ def _findings(snapshot: RunSnapshot) -> str:
         "watchdog, if one was running."
     )
     if snapshot.findings:
-        made = table(
+        content = table(
             ("level", "condition", "rank", "step", "values", "what to do"),
             [_finding_row(group) for group in snapshot.grouped()],
         )
     else:
-        made = '<p class="good">✓ no findings</p>'
-    return f'<p class="quiet">{about}</p>{made}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
+        content = '<p class="good">✓ no findings</p>'
+    return (
+        f'<p class="quiet">{about}</p>{content}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
+    )
 
 
 def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
@@ -215,8 +219,8 @@ def _found_before(events: Sequence[RunEvent]) -> str:
             rows[place] = (*rows[place][:4], moment(event.ts), rows[place][5])
     if not rows:
         return ""
-    made = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
-    return f"<h3>found by the watchdog <small>newest first</small></h3>{made}"
+    content = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
+    return f"<h3>found by the watchdog <small>newest first</small></h3>{content}"
 
 
 def _health_log(folder: Path) -> str:
@@ -236,10 +240,10 @@ def _events(events: Sequence[RunEvent]) -> str:
         (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", event_text(event))
         for event in reversed(events[-_MOST_EVENTS:])
     ]
-    made = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
+    content = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
     some = f"the newest {_MOST_EVENTS} of {len(events):,}" if len(events) > _MOST_EVENTS else f"all {len(events)}"
     opened = " open" if len(events) <= 20 else ""
-    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{made}</details>"
+    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{content}</details>"
 
 
 def _config(run: RunData) -> str:
@@ -250,10 +254,10 @@ def _config(run: RunData) -> str:
     order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
     rows = [(plain(key), value_text(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
     classes = ["default" if origins.get(key) == "default" else "" for key in order]
-    given = sum(not each for each in classes)
-    made = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
-    words = f"{given} settings were given, {len(order) - given} are defaults; given settings come first."
-    return f'<p class="quiet">{words}</p>{filter_field("settings")}{made}'
+    changed = sum(not each for each in classes)
+    content = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
+    words = f"{changed} settings were given, {len(order) - changed} are defaults; given settings come first."
+    return f'<p class="quiet">{words}</p>{filter_field("settings")}{content}'
 
 
 def _environment(run: RunData) -> str:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from nsa_train.observe.view.downsample import ChartBucket, ValueRange, nice_step, ticks, value_range
 from nsa_train.observe.view.formatting import number, tick
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 540, 210, 48, 12, 16, 30
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 540, 210, 48, 12, 16, 30
 MOST_POINTS = 400
 _HOVERS = 90
 _DOTS_UP_TO = 40
@@ -53,8 +53,8 @@ class SvgChart:
     format: Callable[[float], str] = number
     limits: Sequence[tuple[float, str]] = ()
     """Horizontal lines: value and label."""
-    width: int = WIDTH
-    height: int = HEIGHT
+    width: int = _WIDTH
+    height: int = _HEIGHT
 
     def svg(self) -> str:
         if self.log:
@@ -91,34 +91,34 @@ class _SvgDrawing:
 
     def _x(self, x: float) -> float:
         first, last = self.x_range
-        return LEFT + (min(last, max(first, x)) - first) / (last - first) * (self.chart.width - LEFT - RIGHT)
+        return _LEFT + (min(last, max(first, x)) - first) / (last - first) * (self.chart.width - _LEFT - _RIGHT)
 
     def _y(self, y: float) -> float:
         assert self.span is not None
         low, high = self.span
         inside = min(high, max(low, y))
-        return TOP + (high - inside) / (high - low) * (self.chart.height - TOP - BOTTOM)
+        return _TOP + (high - inside) / (high - low) * (self.chart.height - _TOP - _BOTTOM)
 
     def _grid(self) -> str:
         assert self.span is not None
-        chart, bottom = self.chart, self.chart.height - BOTTOM
+        chart, bottom = self.chart, self.chart.height - _BOTTOM
         parts = []
         for value, label in self._levels(self.span):
             y = self._y(value)
-            parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{chart.width - RIGHT}"/>')
-            parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(label)}</text>')
+            parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{chart.width - _RIGHT}"/>')
+            parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{escape(label)}</text>')
         step = nice_step(self.x_range[1] - self.x_range[0], 6)
         end = f"{tick(self.x_range[1], step / 10)} {escape(chart.x_unit)}"
         for value in ticks(*self.x_range, 6):
             if not value.is_integer() and chart.x_unit == "steps":
                 continue
             x = self._x(value)
-            if x > chart.width - RIGHT - 6 * len(end) - 16:  # the unit is there
+            if x > chart.width - _RIGHT - 6 * len(end) - 16:  # the unit is there
                 continue
             parts.append(f'<path class="tick" d="M{x:.1f} {bottom}v4"/>')
             parts.append(f'<text class="x" x="{x:.1f}" y="{bottom + 17}">{tick(value, step)}</text>')
-        parts.append(f'<text class="unit" x="{chart.width - RIGHT}" y="{bottom + 17}">{end}</text>')
-        parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{chart.width - RIGHT}"/>')
+        parts.append(f'<text class="unit" x="{chart.width - _RIGHT}" y="{bottom + 17}">{end}</text>')
+        parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{chart.width - _RIGHT}"/>')
         return "".join(parts)
 
     def _levels(self, span: ValueRange) -> list[tuple[float, str]]:
@@ -132,8 +132,8 @@ class _SvgDrawing:
         parts = []
         for level, name in self.chart.limits:
             y = self._y(math.log10(level) if self.chart.log else level)
-            parts.append(f'<path class="limit" d="M{LEFT} {y:.1f}H{self.chart.width - RIGHT}"/>')
-            parts.append(f'<text class="limit" x="{self.chart.width - RIGHT}" y="{y - 4:.1f}">{escape(name)}</text>')
+            parts.append(f'<path class="limit" d="M{_LEFT} {y:.1f}H{self.chart.width - _RIGHT}"/>')
+            parts.append(f'<text class="limit" x="{self.chart.width - _RIGHT}" y="{y - 4:.1f}">{escape(name)}</text>')
         return "".join(parts)
 
     def _marks(self) -> str:
@@ -142,8 +142,8 @@ class _SvgDrawing:
             x = self._x(mark.x)
             parts.append(
                 f'<g class="mark"><title>{escape(mark.text)}</title>'
-                f'<path d="M{x:.1f} {TOP - 2}V{self.chart.height - BOTTOM}"/>'
-                f'<text x="{x:.1f}" y="{TOP - 4}">{escape(mark.symbol)}</text></g>'
+                f'<path d="M{x:.1f} {_TOP - 2}V{self.chart.height - _BOTTOM}"/>'
+                f'<text x="{x:.1f}" y="{_TOP - 4}">{escape(mark.symbol)}</text></g>'
             )
         return "".join(parts)
 
@@ -172,7 +172,7 @@ class _SvgDrawing:
             if bucket.high > self.span.high:
                 text = f"{line.label}: up to {self.chart.format(self._unscale(bucket.high))} at {bucket.x:,.0f}"
                 x = self._x(bucket.x)
-                parts.append(f'<g class="above"><title>{escape(text)}</title><path d="M{x:.1f} {TOP}l4 7h-8z"/></g>')
+                parts.append(f'<g class="above"><title>{escape(text)}</title><path d="M{x:.1f} {_TOP}l4 7h-8z"/></g>')
         return "".join(parts)
 
     def _points(self) -> str:
@@ -192,7 +192,7 @@ class _SvgDrawing:
                 if bucket.not_finite
             ]
         return "".join(
-            f'<g class="bad"><title>{escape(text)}</title><path d="M{self._x(x) - 4:.1f} {TOP}l8 8m0 -8l-8 8"/></g>'
+            f'<g class="bad"><title>{escape(text)}</title><path d="M{self._x(x) - 4:.1f} {_TOP}l8 8m0 -8l-8 8"/></g>'
             for x, text in marked[:500]
         )
 
@@ -205,7 +205,7 @@ class _SvgDrawing:
         every = max(1, len(leading.buckets) // _HOVERS)
         chosen = leading.buckets[::every]
         xs = [self._x(bucket.x) for bucket in chosen]
-        edges = [LEFT, *((a + b) / 2 for a, b in pairwise(xs)), self.chart.width - RIGHT]
+        edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(xs)), self.chart.width - _RIGHT]
         parts = []
         for bucket, begin, end in zip(chosen, edges, edges[1:], strict=False):
             texts = [f"{number(bucket.x) if bucket.x % 1 else f'{bucket.x:,.0f}'} {self.chart.x_unit}"]
@@ -213,8 +213,8 @@ class _SvgDrawing:
                 near = _nearest(line.buckets, bucket.x)
                 texts.append(f"{line.label}: {self._value_text(near)}")
             parts.append(
-                f'<rect class="hover" x="{begin:.1f}" y="{TOP}" width="{max(0.5, end - begin):.1f}" '
-                f'height="{self.chart.height - TOP - BOTTOM}"><title>{escape(chr(10).join(texts))}</title></rect>'
+                f'<rect class="hover" x="{begin:.1f}" y="{_TOP}" width="{max(0.5, end - begin):.1f}" '
+                f'height="{self.chart.height - _TOP - _BOTTOM}"><title>{escape(chr(10).join(texts))}</title></rect>'
             )
         return "".join(parts)
 
@@ -226,19 +226,19 @@ class _SvgDrawing:
 
 
 def _scaled(line: ChartLine, scale: Callable[[float], float]) -> ChartLine:
-    found = [
+    labels = [
         bucket._replace(low=scale(bucket.low), high=scale(bucket.high), mean=scale(bucket.mean))
         if bucket.low > 0
         else bucket._replace(low=math.nan, high=math.nan, mean=math.nan)
         for bucket in line.buckets
     ]
-    return ChartLine(line.label, found, line.style, line.band, line.in_hover)
+    return ChartLine(line.label, labels, line.style, line.band, line.in_hover)
 
 
-def _stretches(found: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
+def _stretches(line_buckets: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
     """Stretches of finite buckets: a line does not bridge non-finite ones."""
     stretch: list[ChartBucket] = []
-    for bucket in found:
+    for bucket in line_buckets:
         if math.isnan(bucket.mean):
             if stretch:
                 yield stretch
@@ -249,12 +249,12 @@ def _stretches(found: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
         yield stretch
 
 
-def _nearest(found: Sequence[ChartBucket], x: float) -> ChartBucket:
-    low, high = 0, len(found) - 1
+def _nearest(line_buckets: Sequence[ChartBucket], x: float) -> ChartBucket:
+    low, high = 0, len(line_buckets) - 1
     while high - low > 1:
         middle = (low + high) // 2
-        if found[middle].x <= x:
+        if line_buckets[middle].x <= x:
             low = middle
         else:
             high = middle
-    return min((found[low], found[high]), key=lambda bucket: abs(bucket.x - x))
+    return min((line_buckets[low], line_buckets[high]), key=lambda bucket: abs(bucket.x - x))

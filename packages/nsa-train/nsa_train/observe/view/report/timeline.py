@@ -7,11 +7,11 @@ from typing import NamedTuple
 from nsa_train.observe.events import EventKind, RunEvent
 from nsa_train.observe.view.downsample import nice_step
 from nsa_train.observe.view.formatting import clock, duration, event_text
-from nsa_train.observe.view.goodput import Goodput
+from nsa_train.observe.view.measured_goodput import Goodput
 from nsa_train.observe.view.report.run_charts import time_unit
 from nsa_train.observe.watch.conditions import AlertLevel
 
-WIDTH, LEFT, RIGHT, LANE, TOP = 1100, 132, 14, 24, 6
+_WIDTH, _LEFT, _RIGHT, _LANE, _TOP = 1100, 132, 14, 24, 6
 _TOGETHER = 7.0
 """Pixels; closer symbols of the same kind are merged into one."""
 
@@ -41,26 +41,26 @@ _MARKS = {
     EventKind.FINDING: _TimelineMark("findings", "▲", "warn"),
     EventKind.HALT_ASKED: _TimelineMark("findings", "■", "warn"),
 }
-LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "problems", "findings")
+_LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "problems", "findings")
 
 
 def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
-    height = TOP + LANE * len(LANES) + 26
-    bottom = TOP + LANE * len(LANES)
+    height = _TOP + _LANE * len(_LANES) + 26
+    bottom = _TOP + _LANE * len(_LANES)
     end = max([wall.end, *(event.ts for event in events)])
     total = max(1e-9, end - wall.begin)
 
     def x(ts: float) -> float:
-        return LEFT + min(1.0, max(0.0, (ts - wall.begin) / total)) * (WIDTH - LEFT - RIGHT)
+        return _LEFT + min(1.0, max(0.0, (ts - wall.begin) / total)) * (_WIDTH - _LEFT - _RIGHT)
 
-    parts = [f'<svg class="wide" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="timeline of the run">']
-    for number, lane in enumerate(LANES):
-        y = TOP + LANE * (number + 0.5)
-        parts.append(f'<text class="lane" x="{LEFT - 10}" y="{y + 4:.1f}">{lane}</text>')
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+    parts = [f'<svg class="wide" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="timeline of the run">']
+    for number, lane in enumerate(_LANES):
+        y = _TOP + _LANE * (number + 0.5)
+        parts.append(f'<text class="lane" x="{_LEFT - 10}" y="{y + 4:.1f}">{lane}</text>')
+        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
     parts += _axis(total, bottom, x, wall.begin)
     for life in wall.lives:
-        y, tall = TOP + 4, LANE - 8
+        y, tall = _TOP + 4, _LANE - 8
         words = f"{clock(life.begin)} to {clock(life.end)} UTC, {life.ending or 'no final record'}"
         parts.append(
             f"<g><title>{escape(words)}</title>"
@@ -72,7 +72,7 @@ def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
     for kind_group in _grouped(events, x):
         mark = _mark(kind_group)
         at = sum(x(event.ts) for event in kind_group) / len(kind_group)
-        y = TOP + LANE * (LANES.index(mark.lane) + 0.5) + 5
+        y = _TOP + _LANE * (_LANES.index(mark.lane) + 0.5) + 5
         texts = [
             f"{clock(event.ts)} UTC, step {event.step:,}: {event.kind.value} {event_text(event)}".rstrip()
             for event in kind_group
@@ -115,9 +115,9 @@ def _axis(total: float, bottom: int, x: Callable[[float], float], begin: float) 
     parts = []
     for number in range(int(total / step) + 1):
         at = x(begin + number * step)
-        anchor = ' style="text-anchor:end"' if at > WIDTH - 50 else ""
+        anchor = ' style="text-anchor:end"' if at > _WIDTH - 50 else ""
         words = duration(number * step) if number else "0"
         parts.append(f'<path class="tick" d="M{at:.1f} {bottom}v5"/>')
         parts.append(f'<text class="x" x="{at:.1f}" y="{bottom + 19}"{anchor}>{words}</text>')
-    parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{WIDTH - RIGHT}"/>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{_WIDTH - _RIGHT}"/>')
     return parts

@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.view.clock_jumps import correct_clock
 from nsa_train.observe.view.run_data import EvaluationRecord, RankSeries
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
 
@@ -44,7 +44,7 @@ HOW_MEASURED: Mapping[TimeCause, str] = {
 }
 
 _GONE = CONDITIONS["process_gone"].name
-Spent = dict[TimeCause, float]
+_Spent = dict[TimeCause, float]
 _STARTS = (EventKind.START, EventKind.RESTART)
 _ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKind.ERROR)
 
@@ -90,8 +90,9 @@ def goodput(
     evaluations: Sequence[EvaluationRecord] = (),
     limits: HealthLimits | None = None,
 ) -> Goodput | None:
-    """None for a run without records. Time after the last record belongs to no cause; clock jumps are corrected."""
-    lead, events = correct_clock(lead, events)
+    """None for a run without records, or whose clock was set back. Time after the last record belongs to no cause."""
+    if any(after < before - HealthLimits.clock_skew_s for before, after in pairwise(lead.ts)):
+        return None
     spans = _spans(lead, events)
     if not spans:
         return None
@@ -107,9 +108,9 @@ def goodput(
         lives.append(ProcessLifetime(span.begin, first, span.last, span.ending))
         if after is not None:
             _attribute_gap(span.last, after.begin, events, spent)
-    found = Goodput(spans[0].begin, spans[-1].last, spent, lives)
-    assert math.isclose(sum(spent.values()), found.total, rel_tol=1e-6, abs_tol=1e-3), (spent, found.total)
-    return found
+    result = Goodput(spans[0].begin, spans[-1].last, spent, lives)
+    assert math.isclose(sum(spent.values()), result.total, rel_tol=1e-6, abs_tol=1e-3), (spent, result.total)
+    return result
 
 
 def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
@@ -117,19 +118,19 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
     row_ends = [*(process.first_row for process in lives[1:]), len(lead)][: len(lives)]
-    found = []
+    spans = []
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
         mine = [ts for ts in begins if earlier < ts <= process.begin]
-        found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
+        spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
         begin = mine[-1] if mine else process.begin
-        found.append(
+        spans.append(
             _ProcessSpan(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
         )
     latest = lives[-1].last if lives else -math.inf
-    found += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
-    followers: list[_ProcessSpan | None] = [*found[1:], None]
-    return [_with_last_event(span, after, events) for span, after in zip(found, followers, strict=False)]
+    spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
+    followers: list[_ProcessSpan | None] = [*spans[1:], None]
+    return [_with_last_event(span, after, events) for span, after in zip(spans, followers, strict=False)]
 
 
 def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:
@@ -173,7 +174,7 @@ class _RowIntervals:
         ]
         return statistics.median(paces) if paces else 0.0
 
-    def attribute(self, rows: range, spent: Spent) -> None:
+    def attribute(self, rows: range, spent: _Spent) -> None:
         """All intervals of a process. Most contain only steps; those are summed here, for speed."""
         lead, fetches = self._lead, self._lead.column("dt_fetch_s")
         special = self._saved | self._evaluated.keys() | self._skipped.keys()
@@ -189,7 +190,7 @@ class _RowIntervals:
         spent[TimeCause.DATA] += waited
         spent[TimeCause.PRODUCTIVE] += stepped
 
-    def attribute_end(self, span: _ProcessSpan, spent: Spent) -> None:
+    def attribute_end(self, span: _ProcessSpan, spent: _Spent) -> None:
         """From the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
@@ -201,7 +202,7 @@ class _RowIntervals:
         leaving = span.ending in (names.DONE, names.HALTED, names.STOPPED) or row in self._saved
         spent[TimeCause.CHECKPOINT if leaving else TimeCause.STALL] += left
 
-    def _attribute(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: Spent) -> None:
+    def _attribute(self, row: int, duration: float, steps: int, fetch: float, superseded: bool, spent: _Spent) -> None:
         evaluated = min(duration, self._evaluated.get(row, 0.0))
         spent[TimeCause.EVALUATION] += evaluated
         left = duration - evaluated
@@ -249,7 +250,7 @@ def _row_of_save(lead: RankSeries, event: RunEvent) -> int:
     return row
 
 
-def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: Spent) -> None:
+def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: _Spent) -> None:
     """Between two processes: down, or stalled until it was ended if the watchdog found a stall."""
     inside = [event for event in events if last < event.ts < begin]
     ended = next((event.ts for event in inside if event.kind in (EventKind.ERROR, EventKind.STOP)), begin)

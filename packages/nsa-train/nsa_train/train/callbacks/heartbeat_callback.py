@@ -4,8 +4,9 @@ All values on the device are copied in one transfer. Between log steps that are 
 because monitors take a silent run for a stall.
 """
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,11 @@ from nsa.core.probe import Probe, probing
 from nsa.kernels.choice_text import reason_text
 from nsa_train import names
 from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat import ALIVE_EVERY_S, HeartbeatRecord, JsonLines, gib, mib, resident_mib
+from nsa_train.observe.heartbeat_file import ALIVE_EVERY_S, JsonLines
+from nsa_train.observe.heartbeat_record import METRICS, RECORD_FIELDS, HeartbeatRecord
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.kernel_choices import kernel_choices
-
-_WHOLE = ("reads_pred", "reads_act_total", "sel_k_max")
 
 
 class ForwardTimer:
@@ -52,7 +52,7 @@ class ForwardTimer:
                 hook.remove()
 
     def seconds(self) -> float:
-        """Of all forward passes since `on`; waits for the GPU to finish the last of them."""
+        """Return the time of all forward passes since `on`; waits for the GPU to finish the last of them."""
         if not self._events:
             return self._host_s
         self._events[-1].synchronize()
@@ -106,7 +106,7 @@ class HeartbeatCallback(Callback):
         self.beat_at(self.step, msg, **more)
 
     def beat_at(self, step: int, msg: str, **more: Any) -> None:
-        """A record of that step."""
+        """Append a record of that step."""
         always: dict[str, Any] = dict(
             rank=self.ranks.rank, data=self.data, synthetic=self.synthetic, allowed=self.allowed
         )
@@ -202,7 +202,7 @@ class HeartbeatCallback(Callback):
                 width = tensor.shape[1]
                 values[name] = tuple(tuple(numbers[i : i + width]) for i in range(0, len(numbers), width))
             else:
-                values[name] = tuple(numbers) if tensor.dim() else int(numbers[0]) if name in _WHOLE else numbers[0]
+                values[name] = tuple(numbers) if tensor.dim() else _number(name, numbers[0])
         if "loss" in values:
             values["loss"] = self.collectives.mean(values["loss"])
         return values
@@ -212,11 +212,9 @@ class HeartbeatCallback(Callback):
         alloc = torch.cuda.memory_allocated(self.trainer.device) if on_gpu else 0
         reserved = torch.cuda.memory_reserved(self.trainer.device) if on_gpu else 0
         return {
-            "host_mem_rss": resident_mib(),
+            "host_mem_rss": _resident_mib(),
             "gpu_mem_alloc": mib(alloc),
             "gpu_mem_reserved": mib(reserved),
-            "gpu_mem_alloc_gib": gib(alloc),
-            "gpu_mem_reserved_gib": gib(reserved),
         }
 
     def _kernels(self) -> dict[str, Any]:
@@ -227,16 +225,36 @@ class HeartbeatCallback(Callback):
         return chosen
 
 
+def mib(n_bytes: int) -> float:
+    return round(n_bytes / 2**20, 3)
+
+
+def _resident_mib() -> float:
+    """Resident memory of this process; 0 where /proc is missing."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return mib(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _number(name: str, value: float) -> float:
+    return int(value) if METRICS[name].type == int | None else value
+
+
 def _over_layers(probes: list[Probe]) -> dict[str, Tensor]:
-    """Sums of reads, maxima of maxima, means of the rest, over the probed layers that have them."""
+    """Combine the figures of the probed layers that have them, as the table of fields says."""
     combined = {}
-    known = HeartbeatRecord.__dataclass_fields__
-    for name in dict.fromkeys(name for probe in probes for name in probe.figures if name in known):
+    for name in dict.fromkeys(name for probe in probes for name in probe.figures if name in RECORD_FIELDS):
         stacked = torch.stack([probe.figures[name].double() for probe in probes if name in probe.figures])
-        if name.startswith("reads_"):
-            combined[name] = stacked.sum(0)
-        else:
-            combined[name] = stacked.amax(0) if name.endswith("_max") else stacked.mean(0)
+        combined[name] = _REDUCTIONS[RECORD_FIELDS[name].over_layers](stacked)
         if name == "gate_branch_shares":
             combined["gate_shares_by_layer"] = stacked
     return combined
+
+
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda layers: layers.mean(0),
+    "max": lambda layers: layers.amax(0),
+    "sum": lambda layers: layers.sum(0),
+}

@@ -47,9 +47,9 @@ def result_tables(
                 for place, head in enumerate(heads, 1)
                 if head.startswith(_AGAINST) and all(row[place] == UNKNOWN for row in rows)
             ]
-            kept = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
+            cells = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
             shown = tuple(head for place, head in enumerate(heads, 1) if place not in unused)
-            yield title, shown, range(numbers.start, numbers.stop - len(unused)), kept
+            yield title, shown, range(numbers.start, numbers.stop - len(unused)), cells
 
 
 def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
@@ -79,21 +79,21 @@ def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
     return rows
 
 
-def evaluation_name(evaluation: ModelEvaluation) -> str:
+def _evaluation_name(evaluation: ModelEvaluation) -> str:
     return "model" if evaluation.step is None else f"step {evaluation.step:,}"
 
 
 def _loss_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
-    given = [each for each in evaluations if each.held_out and each.held_out["by_position"]][-_MOST_LINES:]
+    drawn = [each for each in evaluations if each.held_out and each.held_out["by_position"]][-_MOST_LINES:]
     lines, last = [], 1.0
-    for evaluation, style in zip(given, _STYLES, strict=False):
+    for evaluation, style in zip(drawn, _STYLES, strict=False):
         assert evaluation.held_out is not None
         points = []
         for row in evaluation.held_out["by_position"]:
             middle, half = (row["begin"] + row["end"]) / 2, _Z * (row.get("standard_error") or 0.0)
             points.append(ChartBucket(middle, row["loss"] - half, row["loss"] + half, row["loss"], 1, 0))
             last = max(last, middle)
-        lines.append(ChartLine(evaluation_name(evaluation), points, style))
+        lines.append(ChartLine(_evaluation_name(evaluation), points, style))
     if not lines:
         return None
     unit = "nats per token, with 95 % intervals"
@@ -114,7 +114,7 @@ def _far_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
             points.append(ChartBucket(length, min(values), max(values), mean, len(values), 0))
             last = max(last, length)
         lines.append(ChartLine(plain(task), points, style))
-    unit = f"accuracy of {evaluation_name(newest)}; bands span the depths"
+    unit = f"accuracy of {_evaluation_name(newest)}; bands span the depths"
     return SvgChart("far tasks", unit, lines, (0.0, last), x_unit="tokens", format=share)
 
 
@@ -125,10 +125,10 @@ def _position_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     against = evaluation.held_out_against or {"by_position": []}
     others = {row["begin"]: row for row in against["by_position"]}
     rows = [
-        (evaluation_name(evaluation), _positions_text(row), *_loss_cells(row, others.get(row["begin"], {})))
+        (_evaluation_name(evaluation), _positions_text(row), *_loss_cells(row, others.get(row["begin"], {})))
         for row in held_out["by_position"]
     ]
-    return [*rows, (evaluation_name(evaluation), "all", *_loss_cells(held_out, against))]
+    return [*rows, (_evaluation_name(evaluation), "all", *_loss_cells(held_out, against))]
 
 
 def _positions_text(row: dict[str, Any]) -> str:
@@ -152,7 +152,7 @@ def _agreement_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     rows = [(_positions_text(row), row) for row in evaluation.agreement["by_position"]]
     return [
         (
-            *(evaluation_name(evaluation), where, f"{row['tokens']:,}", number(row["loss"])),
+            *(_evaluation_name(evaluation), where, f"{row['tokens']:,}", number(row["loss"])),
             *(number(row["against_loss"]), number(row["difference"], 3), _interval(row, "difference_standard_error")),
             *(share(row["same_top"]), number(row["divergence"], 3), _interval(row, "divergence_standard_error")),
         )
@@ -165,7 +165,7 @@ def _harm_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     layers = [] if evaluation.layers is None else evaluation.layers["layers"]
     return [
         (
-            *(evaluation_name(evaluation), str(row["layer"]), plain(row.get("kind", UNKNOWN))),
+            *(_evaluation_name(evaluation), str(row["layer"]), plain(row.get("kind", UNKNOWN))),
             *(number(row["harm"], 3), _interval(row, "harm_standard_error"), number(row["gain"], 3)),
             *(share(part) for part in mass_parts(row) or (None,) * 4),
         )
@@ -178,7 +178,7 @@ def _layer_figure(evaluation: ModelEvaluation) -> list[str]:
     if not evaluation.layers["layers"]:
         return []
     picture = base64.b64encode(layer_svg(evaluation.layers).encode()).decode()
-    advice = f"{evaluation_name(evaluation)}: {layer_advice(evaluation.layers)}"
+    advice = f"{_evaluation_name(evaluation)}: {layer_advice(evaluation.layers)}"
     return [
         f'<figure><img alt="mass read and harm by layer" src="data:image/svg+xml;base64,{picture}"></figure>',
         f"<p>{escape(advice)}</p>",
@@ -188,11 +188,11 @@ def _layer_figure(evaluation: ModelEvaluation) -> list[str]:
 def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     return [
         (
-            *(evaluation_name(evaluation), plain(task), f"{cell['length']:,}", share(cell["depth"])),
+            *(_evaluation_name(evaluation), plain(task), f"{cell['length']:,}", share(cell["depth"])),
             *(f"{cell['examples']:,}", share(cell.get("chance")), share(cell["accuracy"])),
-            *(interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
+            *(_interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
             *(share(cell.get("needle_hit")), share(cell.get("accuracy_if_hit"))),
-            *(share(cell.get("against_accuracy")), interval_text(cell.get("against_accuracy_interval"))),
+            *(share(cell.get("against_accuracy")), _interval_text(cell.get("against_accuracy_interval"))),
             share(cell.get("against_exact_match")),
         )
         for task, cells in sorted(evaluation.far_tasks.items())
@@ -211,7 +211,7 @@ def _selection_against_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]
 def _of_selection(evaluation: ModelEvaluation, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
-            *(evaluation_name(evaluation), str(row["layer"]), f"{row['queries']:,}" if "queries" in row else UNKNOWN),
+            *(_evaluation_name(evaluation), str(row["layer"]), f"{row['queries']:,}" if "queries" in row else UNKNOWN),
             *(share(row.get("chance")), share(row["hit_rate"]), share(row["mass_caught"]), _read_with_window(row)),
         )
         for row in rows
@@ -227,20 +227,20 @@ def _fact_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     names = ("chance", "fact_hit", "accuracy_if_hit", "accuracy_if_missed")
     return [
         (
-            *(evaluation_name(evaluation), str(row.get("layer", "any")), f"{row['questions']:,}"),
+            *(_evaluation_name(evaluation), str(row.get("layer", "any")), f"{row['questions']:,}"),
             *(share(row.get(name)) for name in names),
         )
         for row in evaluation.facts
     ]
 
 
-def interval_text(interval: Sequence[float] | None) -> str:
+def _interval_text(interval: Sequence[float] | None) -> str:
     return UNKNOWN if interval is None or len(interval) != 2 else f"{share(interval[0])} – {share(interval[1])}"
 
 
 def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
     return [
-        (evaluation_name(evaluation), plain(task), plain(metric), number(value))
+        (_evaluation_name(evaluation), plain(task), plain(metric), number(value))
         for task, metrics in sorted(evaluation.lm_eval.items())
         for metric, value in sorted(metrics.items())
     ]

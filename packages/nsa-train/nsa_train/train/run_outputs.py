@@ -23,12 +23,12 @@ from nsa_train.data.saved_tokenizer import tokenizer_record
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.observe.events import EventKind, add_event
 from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat import HeartbeatRecord
-from nsa_train.observe.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, scalars
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, tracked_numbers
 from nsa_train.observe.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationResult
-from nsa_train.train.callbacks.heartbeat import HeartbeatCallback
+from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback, PathOrStr
 from nsa_train.train.engine.checkpointer import signing_key
@@ -177,7 +177,7 @@ class RunReport:
     def beat(self, beat: HeartbeatRecord) -> None:
         if self.metrics is not None and beat.msg == names.PROGRESS:
             self.metrics.write(beat)
-            self._track(beat.step, scalars(beat))
+            self._track(beat.step, tracked_numbers(beat))
         self.reporter.beat(beat, self.config.train.steps)
 
     def evaluation(self, result: EvaluationResult) -> None:

@@ -15,14 +15,14 @@ from nsa.errors import PreflightError
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train import names
 from nsa_train.config import load
-from nsa_train.observe.heartbeat import read_beats
+from nsa_train.observe.heartbeat_file import read_beats
 from nsa_train.planning.hardware import hardware_here, parse_target
 from nsa_train.planning.preflight import RuleStatus, judge
 from nsa_train.train import datasets
 from nsa_train.train import dry_run as module
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.dry_run import dry_run
-from nsa_train.train.preflight_facts import gather, require_preflight
+from nsa_train.train.gather_preflight_facts import gather, require_preflight
 from nsa_train.train.run import train
 from nsa_train.train.start_options import StartOptions
 from tests.nsa_train.train.runs import Job, run_all, write_config
@@ -164,14 +164,14 @@ def test_a_long_run_here_is_judged_by_the_kernels_that_will_run(tmp_path, monkey
     )
     seen = []
     monkeypatch.setattr(
-        "nsa_train.train.preflight_facts.plan",
+        "nsa_train.train.gather_preflight_facts.plan",
         lambda request, device, dtype, shape: seen.append((device.type, dtype)) or SimpleNamespace(choices=failed),
     )
     on_gpu = gather(config, replace(parse_target("a100-80gb"), here=True), try_it=False)
     assert seen == [("cuda", torch.float32)]
     assert (on_gpu.estimate.backend, flash(on_gpu).status) == ("portable", RuleStatus.FAIL)
     assert "see evidence" in flash(on_gpu).message
-    monkeypatch.setattr("nsa_train.train.preflight_facts.hardware_here", lambda *_: on_gpu.target)
+    monkeypatch.setattr("nsa_train.train.gather_preflight_facts.hardware_here", lambda *_: on_gpu.target)
     with pytest.raises(PreflightError, match="flash: kernels: portable"):
         require_preflight(config, RankInfo(), StartOptions())
 

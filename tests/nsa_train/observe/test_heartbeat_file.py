@@ -5,7 +5,8 @@ import pytest
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, add_event, read_events
-from nsa_train.observe.heartbeat import HeartbeatRecord, JsonLines, last_beat, mib, read_beats
+from nsa_train.observe.heartbeat_file import JsonLines, last_beat, read_beats
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
 from nsa_train.observe.run_folder import RunFolder
 
 
@@ -51,10 +52,6 @@ def test_a_field_of_a_later_version_is_passed_over(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_text(beat(1).to_line()[:-1] + ',"new_field":3}\n{"step":2}\n[1]\nnull\n\xff\n')
     assert [found.step for found in read_beats(path)] == [1]
-
-
-def test_memory_is_in_mib():
-    assert mib(3 * 2**20) == 3.0
 
 
 def test_events_of_several_starts_are_one_story(tmp_path):

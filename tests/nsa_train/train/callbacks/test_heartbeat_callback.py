@@ -11,12 +11,22 @@ import torch
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa_train import names
 from nsa_train.observe.events import EventKind, read_events
-from nsa_train.observe.heartbeat import PROGRESS_FIELDS, read_beats
+from nsa_train.observe.heartbeat_file import read_beats
+from nsa_train.observe.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS
+from nsa_train.train.callbacks.heartbeat_callback import mib
 from tests.nsa_train.train.runs import Job, run_all
 
 WINDOW = math.exp(SLIDING_GATE_INIT) / (2 + math.exp(SLIDING_GATE_INIT))
 FIRST_ENTROPY = -WINDOW * math.log(WINDOW) - (1 - WINDOW) * math.log((1 - WINDOW) / 2)
 """Of gates that start equal but for the window's."""
+
+
+PROGRESS_FIELDS = RECORD_FIELDS.keys() - {*REQUIRED_FIELDS, "detail", "failure_code", "selector_loss"}
+"""Fields of every progress record of a model whose layers have gates."""
+
+
+def test_memory_is_in_mib():
+    assert mib(3 * 2**20) == 3.0
 
 
 @pytest.fixture(scope="module")

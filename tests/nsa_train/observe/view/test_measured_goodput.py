@@ -9,8 +9,8 @@ import pytest
 
 from nsa_train import names
 from nsa_train.observe.events import EventKind, RunEvent
-from nsa_train.observe.heartbeat import HeartbeatRecord
-from nsa_train.observe.view.goodput import HOW_MEASURED, Goodput, TimeCause, goodput
+from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.observe.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause, goodput
 from nsa_train.observe.view.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
 from tests.nsa_train.observe.recorded import a_beat, progress
 
@@ -183,29 +183,17 @@ HOUR_S = 3600.0
 
 
 def with_clock(beats: list[HeartbeatRecord], ahead_s: float, first: int, last: int) -> list[HeartbeatRecord]:
-    """The same records, those of some steps by a clock that is ahead; the time between them is measured as it was."""
-    return [
-        replace(beat, ts=beat.ts + ahead_s if first <= beat.step <= last else beat.ts, step_s=1.0) for beat in beats
-    ]
+    """Return the records with the time stamps of some steps by a clock that is ahead."""
+    return [replace(beat, ts=beat.ts + ahead_s if first <= beat.step <= last else beat.ts) for beat in beats]
 
 
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
 @pytest.mark.parametrize(("first", "last"), [(20, 40), (20, 61)])
-def test_a_clock_that_jumps_and_returns_costs_nothing(ahead_s, first, last):
-    """Within a process, or with the process in which it jumped; a save in between is stamped by the same clock."""
+def test_goodput_is_not_known_if_the_clock_was_set_back(ahead_s, first, last):
+    """Within a process, or before the next one starts."""
     beats = [started(0, 0.0), *with_clock(steps(1, 61, 0.0), ahead_s, first, last)]
-    beats += [started(60, 80.0, 2), *(replace(beat, step_s=1.0) for beat in steps(61, 90, 84.0, pid=2))]
-    saved = [
-        RunEvent(29.5 + ahead_s, EventKind.SAVE, 30, {}),
-        RunEvent(59.5 + ahead_s * (last > 60), EventKind.SAVE, 60, {}),
-    ]
-    begun = [RunEvent(0.0, EventKind.START, 0, {}), *saved, RunEvent(78.0, EventKind.RESTART, 60, {})]
-    found = goodput(series(beats), begun)
-    true_beats = [started(0, 0.0), *with_clock(steps(1, 61, 0.0), 0.0, 0, 0)]
-    true_beats += [started(60, 80.0, 2), *(replace(beat, step_s=1.0) for beat in steps(61, 90, 84.0, pid=2))]
-    true_saves = [RunEvent(29.5, EventKind.SAVE, 30, {}), RunEvent(59.5, EventKind.SAVE, 60, {})]
-    expected = goodput(series(true_beats), [begun[0], *true_saves, begun[-1]])
-    assert spent(found) == pytest.approx(spent(expected))
+    beats += [started(60, 80.0, 2), *steps(61, 90, 84.0, pid=2)]
+    assert goodput(series(beats), [RunEvent(0.0, EventKind.START, 0, {})]) is None
 
 
 def test_a_machine_that_was_suspended_is_a_stall():

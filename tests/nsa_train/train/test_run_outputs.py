@@ -8,9 +8,9 @@ from nsa.kernels import registry
 from nsa.kernels.cpu import build, library
 from nsa_train import names
 from nsa_train.config import load
-from nsa_train.observe.heartbeat import read_beats
+from nsa_train.observe.heartbeat_file import read_beats
 from nsa_train.train.run import train
-from nsa_train.train.run_report import SilentReporter
+from nsa_train.train.run_outputs import SilentReporter
 from tests.nsa_train.train.runs import write_config
 
 
