@@ -104,12 +104,12 @@ class StorageFolder:
         selector = arrow_fs.FileSelector(start, recursive=True, allow_not_found=bool(below))
         with self._explained("the files cannot be listed"):
             infos = self._fs.get_file_info(selector)
-        found = [
+        files = [
             (info.path[len(self._root) :].lstrip("/"), int(info.size))
             for info in infos
             if info.type == arrow_fs.FileType.File and info.path.endswith(endings)
         ]
-        return sorted(found)
+        return sorted(files)
 
     def exists(self, name: str) -> bool:
         from pyarrow import fs as arrow_fs
@@ -239,10 +239,10 @@ def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
 
     if address.endpoint:
         plain_s3_checksums()
-    found = Session().get_credentials()  # as files and variables are now
+    credentials = Session().get_credentials()  # as files and variables are now
     variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
     with _session_lock:  # sessions are not made for threads, clients are
-        return _boto3_session(found and found.get_frozen_credentials(), variables).client(
+        return _boto3_session(credentials and credentials.get_frozen_credentials(), variables).client(
             "s3",
             endpoint_url=address.endpoint,
             region_name=address.region,

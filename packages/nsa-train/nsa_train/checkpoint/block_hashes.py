@@ -26,11 +26,11 @@ class ManifestEntry:
     """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
 
 
-def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
+def same_content(listed: ManifestEntry, actual: ManifestEntry) -> bool:
     """Whether a file that was just hashed is the one listed."""
     if listed.sha256 is not None:
-        return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
-    return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
+        return (listed.bytes, listed.sha256) == (actual.bytes, actual.sha256)
+    return (listed.bytes, listed.blocks) == (actual.bytes, actual.blocks)
 
 
 class BlockHasher:

@@ -129,9 +129,9 @@ class VerifiedReader(StorageReader):
                 )
             target.copy_(part)
             planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
     def _read(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, object]]:
         """Every item with its value, in the order of the files; threads read a few ahead."""

@@ -56,7 +56,7 @@ class LocalFiles:
 
     def files(self) -> dict[str, int]:
         """Size by name. A file that disappears meanwhile, e.g. the temporary one of another rank, is left out."""
-        found = {}
+        sizes = {}
         for folder, subfolders, names in os.walk(self.path):
             here = Path(folder)
             links = [name for name in subfolders if (here / name).is_symlink()]  # os.walk does not enter them
@@ -66,8 +66,8 @@ class LocalFiles:
                 except FileNotFoundError:
                     continue
                 regular = stat.S_ISREG(facts.st_mode)
-                found[path.relative_to(self.path).as_posix()] = facts.st_size if regular else IRREGULAR
-        return found
+                sizes[path.relative_to(self.path).as_posix()] = facts.st_size if regular else IRREGULAR
+        return sizes
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with open_regular(self.path / name, follow_links=False) as file:
@@ -150,13 +150,13 @@ def build_manifest(
         )
     hashed = hashed or {}
     if wrong := sorted(name for name, entry in hashed.items() if sizes.get(name) != entry.bytes):
-        found = f"{sizes[wrong[0]]} bytes" if wrong[0] in sizes else "no such file"
+        actual = f"{sizes[wrong[0]]} bytes" if wrong[0] in sizes else "no such file"
         raise CheckpointError(
-            f"{store}/{wrong[0]} was written with {hashed[wrong[0]].bytes} bytes, and there is {found} now: nothing "
+            f"{store}/{wrong[0]} was written with {hashed[wrong[0]].bytes} bytes, and there is {actual} now: nothing "
             f"was committed. Check that all nodes see the same folder, and its disk."
         )
-    found_now = _hash_all(store, sorted(sizes.keys() - hashed.keys()))
-    return CheckpointManifest(step, saved_at, {**hashed, **found_now}, reason)
+    new_hashes = _hash_all(store, sorted(sizes.keys() - hashed.keys()))
+    return CheckpointManifest(step, saved_at, {**hashed, **new_hashes}, reason)
 
 
 def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
@@ -265,13 +265,13 @@ def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointMan
 def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
     whole = []
     for name, entry in manifest.files.items():
-        found = sizes.get(name)
-        if found is None:
+        size = sizes.get(name)
+        if size is None:
             yield f"{name} is missing"
-        elif found == IRREGULAR:
+        elif size == IRREGULAR:
             yield f"{name} is not a regular file"
-        elif found != entry.bytes:
-            yield f"{name} has {found} bytes, not {entry.bytes}"
+        elif size != entry.bytes:
+            yield f"{name} has {size} bytes, not {entry.bytes}"
         else:
             whole.append(name)
     for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}):
@@ -283,8 +283,8 @@ def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str,
 def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
     """A message for each of these files that does not match its hash."""
     by_file = {name for name in names if manifest.files[name].sha256 is not None}
-    for name, found in _hash_all(store, names, by_file).items():
-        if not same_content(manifest.files[name], found):
+    for name, entry in _hash_all(store, names, by_file).items():
+        if not same_content(manifest.files[name], entry):
             yield f"{name} does not match its SHA-256"
 
 

@@ -93,11 +93,11 @@ def cut(offsets: Numbers, sizes: Numbers, itemsize: int, wanted_bytes: int) -> l
 
 def share(sizes: Sequence[int], shares: int) -> list[int]:
     """The share of each of these consecutive items: contiguous, of about equal bytes."""
-    total, before, found = max(1, sum(sizes)), 0, []
+    total, before, numbers = max(1, sum(sizes)), 0, []
     for size in sizes:
-        found.append(min(shares - 1, (2 * before + size) * shares // (2 * total)))
+        numbers.append(min(shares - 1, (2 * before + size) * shares // (2 * total)))
         before += size
-    return found
+    return numbers
 
 
 def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
@@ -110,10 +110,10 @@ def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
     interned: dict[Numbers, torch.Size] = {}  # pickle writes an object once, however many pieces have it
 
     def size_of(numbers: Numbers) -> torch.Size:
-        found = interned.get(numbers)
-        if found is None:
-            found = interned[numbers] = torch.Size(numbers)
-        return found
+        size = interned.get(numbers)
+        if size is None:
+            size = interned[numbers] = torch.Size(numbers)
+        return size
 
     for rank, offered in enumerate(ranks):
         known = []

@@ -84,9 +84,9 @@ class HashingWriter(StorageWriter):
             written = list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
         hashes = self._hashed | {name: entry for name, _, entry in written}
         failure = None if self._copy is None else self._copy.upload(self._checkpoint, hashes)
-        done: torch.futures.Future[WrittenFiles] = torch.futures.Future()
-        done.set_result(WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
-        return done
+        future: torch.futures.Future[WrittenFiles] = torch.futures.Future()
+        future.set_result(WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
+        return future
 
     def _write(
         self, number: int, items: Sequence[WriteItem], planner: SavePlanner
@@ -153,10 +153,10 @@ def _locations(metadata: Metadata, written: Sequence[WrittenFiles]) -> dict[Meta
     }
 
     def index(name: str, at: tuple[int, ...] | None) -> MetadataIndex:
-        found = MetadataIndex(known[name])
+        entry = MetadataIndex(known[name])
         if at is not None:
-            object.__setattr__(found, "offset", offsets[torch.Size(at)])  # its constructor would make a copy
-        return found
+            object.__setattr__(entry, "offset", offsets[torch.Size(at)])  # its constructor would make a copy
+        return entry
 
     return {
         index(name, at): _StorageInfo(file, start, length)

@@ -113,7 +113,7 @@ def offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
     tensors: list[PlannedTensor] = []
     values: list[str] = []
     properties: dict[object, TensorProperties] = {}  # equal ones as one object, which pickle writes once
-    found: list[tuple[float, Piece, object]] = []
+    candidates: list[tuple[float, Piece, object]] = []
     whole = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wanted = piece_bytes(sum(value.numel() * value.element_size() for value in whole.values()))
     for name, value in state.items():
@@ -128,10 +128,10 @@ def offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
         equal = properties.setdefault((described.dtype, described.requires_grad, described.pin_memory), described)
         tensors.append(PlannedTensor(name, tuple(value.shape), equal))
         pieces = cut(offsets, tuple(local.shape), local.element_size(), wanted)
-        found += [(position, (number, at, sizes), _replicas(value)) for position, at, sizes in pieces]
-    found.sort(key=lambda each: each[0])
-    offered = RankPieces(TensorTable(tensors, values, paths), [piece for _, piece, _ in found])
-    return replace(offered, pieces=_own_share(offered, [group for _, _, group in found]))
+        candidates += [(position, (number, at, sizes), _replicas(value)) for position, at, sizes in pieces]
+    candidates.sort(key=lambda each: each[0])
+    offered = RankPieces(TensorTable(tensors, values, paths), [piece for _, piece, _ in candidates])
+    return replace(offered, pieces=_own_share(offered, [group for _, _, group in candidates]))
 
 
 def _own_share(offered: RankPieces, groups: list[Any]) -> list[Piece]:

@@ -66,26 +66,26 @@ class S3Prefix:
             self.client.list_objects_v2(Bucket=self._bucket, Prefix=self._root, MaxKeys=1)
 
     def files(self) -> dict[str, int]:
-        found = self._list("Contents")
-        return {item["Key"].removeprefix(self._root): item["Size"] for item in found}
+        objects = self._list("Contents")
+        return {item["Key"].removeprefix(self._root): item["Size"] for item in objects}
 
     def folders(self) -> list[str]:
-        found = self._list("CommonPrefixes", Delimiter="/")
-        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in found]
+        prefixes = self._list("CommonPrefixes", Delimiter="/")
+        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in prefixes]
 
     def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
         """A store that lists without end is refused."""
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         with explained(self):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
             for number, page in enumerate(pages, 1):
-                found.extend(page.get(what, ()))
-                if len(found) > _MAX_OBJECTS or number >= _MAX_PAGES:
+                entries.extend(page.get(what, ()))
+                if len(entries) > _MAX_OBJECTS or number >= _MAX_PAGES:
                     raise CheckpointError(
                         f"{self} lists more than {_MAX_OBJECTS} objects, or in more than {_MAX_PAGES} pages: it is "
                         f"not the place of a checkpoint. Name the folder of a run's checkpoints."
                     )
-        return found
+        return entries
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with explained(self):

@@ -65,11 +65,11 @@ def _subcommand(**defaults: Any) -> Callable[[Callable[[], None]], Callable[[], 
         def command(**options: Any) -> None:
             _run(documented.__name__, **options)
 
-        given = _EVERYWHERE | defaults
+        option_defaults = _EVERYWHERE | defaults
         command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given[name], annotation=option)
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option_defaults[name], annotation=option)
             for name, option in OPTIONS.items()
-            if name in given
+            if name in option_defaults
         ])  # fmt: skip
         command.__doc__ = documented.__doc__
         app.command(documented.__name__)(command)
@@ -192,8 +192,8 @@ def _run(
             elif json is not None:  # an interrupted run keeps what it measured
                 report.write(json)
     if report.figures:
-        _print_table(console, reports.COLUMNS, [row for found in report.figures for row in reports.rows(found)])
-        for note in dict.fromkeys(note for found in report.figures for note in reports.notes(found)):
+        _print_table(console, reports.COLUMNS, [row for figure in report.figures for row in reports.rows(figure)])
+        for note in dict.fromkeys(note for figure in report.figures for note in reports.notes(figure)):
             console.print(note, markup=False)
     if report.memory:
         _print_table(console, reports.MEMORY_COLUMNS, [reports.memory_row(measured) for measured in report.memory])

@@ -173,16 +173,16 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     width = console.width
     checked = checked_results(None, results)
     for title, heads, numbers, table_rows in result_tables([checked]):
-        made = Table(
+        table = Table(
             title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title_justify="left"
         )
         for place, head in enumerate(heads):
-            made.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
+            table.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
         for row in table_rows:
-            made.add_row(*map(Text, row[1:]))
+            table.add_row(*map(Text, row[1:]))
         # No cell is cut on a narrow terminal: lines that are too long wrap there.
-        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), made).maximum)
-        console.print(made)
+        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)
+        console.print(table)
         console.print()
     console.width = width
     if checked.layers is not None:

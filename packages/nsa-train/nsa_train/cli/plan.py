@@ -59,18 +59,18 @@ def plan(
     failures = FailureModel(gpu_hours_per_failure or LLAMA3_GPU_HOURS, restart_s, storage_gb_s)
     vocab_size = config.model.vocab_size or vocabulary(config)
     with ProgressLine("comparing layouts") as line:
-        found = plan_layouts(
+        comparison = plan_layouts(
             config, target, vocab_size, efficiency=efficiency, price=price, failures=failures, progress=line.update
         )
     counts = None
-    if execute and found.ranked:
-        counts = _execute(config, found.ranked[0], target, vocab_size, all_layers=all_layers)
+    if execute and comparison.ranked:
+        counts = _execute(config, comparison.ranked[0], target, vocab_size, all_layers=all_layers)
     if as_json:
-        print_json(as_dict(config, found, top, counts))
+        print_json(as_dict(config, comparison, top, counts))
     else:
         console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
-        print_plan(console, config, found, top, counts)
-    if not found.ranked:
+        print_plan(console, config, comparison, top, counts)
+    if not comparison.ranked:
         raise ConfigError(
             f"no layout of this run fits {target}: the table says what each needs. Use more GPUs or larger ones, a "
             f"smaller model, or shorter rows (train.seq_len)."

@@ -107,10 +107,10 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     console.print()
     table = Table("", "rule", "found", box=None, pad_edge=False)
     for verdict in verdicts:
-        found = Text(printable(verdict.message, keep_newlines=True))
+        text = Text(printable(verdict.message, keep_newlines=True))
         if verdict.fix:
-            found.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
-        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, found)
+            text.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
+        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, text)
     console.print(table)
     console.print()
     if facts.estimate is not None:

@@ -167,9 +167,9 @@ def _shown_progress() -> Iterator[Callable[["preparing.PrepareProgress"], None]]
 
 def progress_text(progress: "preparing.PrepareProgress") -> str:
     """A bar with the share that is done, what was written so far, and the time left."""
-    done = progress.units_done / max(1, progress.units)
-    bar = "█" * round(done * _BAR_WIDTH)
-    parts = [f"{progress.activity} {bar:░<{_BAR_WIDTH}} {done:4.0%}"]
+    share = progress.units_done / max(1, progress.units)
+    bar = "█" * round(share * _BAR_WIDTH)
+    parts = [f"{progress.activity} {bar:░<{_BAR_WIDTH}} {share:4.0%}"]
     if progress.tokens:
         rate = progress.tokens / max(progress.elapsed_s, 1e-9)
         parts.append(f"{progress.tokens / 1e6:,.1f} M tokens · {rate / 1e3:,.0f} k/s")

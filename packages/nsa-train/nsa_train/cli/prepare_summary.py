@@ -59,12 +59,12 @@ def print_report(source: str, report: "ReadReport") -> None:
     print_table(f"read from {source}", columns, rows)
     if report.skipped:
         print_line("Not used:")
-    for reason, found in report.skipped.items():
-        print_line(f"  {found.count:,} {reason}: {_names(found)}")
+    for reason, entry in report.skipped.items():
+        print_line(f"  {entry.count:,} {reason}: {_names(entry)}")
     if report.encodings:
         print_line("Not plain UTF-8:")
-    for encoding, found in report.encodings.items():
-        print_line(f"  {_files(found.count)} read as {encoding}: {_names(found)}")
+    for encoding, entry in report.encodings.items():
+        print_line(f"  {_files(entry.count)} read as {encoding}: {_names(entry)}")
     if any(not name.startswith(("UTF", "damaged")) for name in report.encodings):
         print_line("  If an encoding is wrong, prepare into another folder with --encoding NAME.")
 
@@ -73,9 +73,9 @@ def _numbers(counted: Any) -> list[str]:
     return [f"{getattr(counted, name):,}" for name in ("files", "documents", "characters", "tokens")]
 
 
-def _names(found: "NamedCount") -> str:
-    more = found.count - len(found.first)
-    return ", ".join(printable(name, 100) for name in found.first) + (f", and {more:,} more" if more else "")
+def _names(entry: "NamedCount") -> str:
+    more = entry.count - len(entry.first)
+    return ", ".join(printable(name, 100) for name in entry.first) + (f", and {more:,} more" if more else "")
 
 
 def _files(count: int) -> str:

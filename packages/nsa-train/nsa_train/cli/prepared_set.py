@@ -47,12 +47,12 @@ def inspect(
 
     folder, manifest = _open_set(prepared)
     listed = manifest.shards(split) if shards else []
-    found = find_document(folder, manifest, split, document) if document is not None else None
+    place = find_document(folder, manifest, split, document) if document is not None else None
     report = read_report(folder)
     if as_json:
         content = set_facts(prepared, manifest) | {"read": report.as_json() if report is not None else None}
         content |= {"shards": [shard.as_json() for shard in listed]} if shards else {}
-        content |= {"document": asdict(found)} if found is not None else {}
+        content |= {"document": asdict(place)} if place is not None else {}
         print(json.dumps(content, indent=2))
         return
     print_totals(prepared, manifest)
@@ -72,8 +72,8 @@ def inspect(
     if shards:
         rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in listed]
         print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
-    if found is not None:
-        row = [found.doc_id, found.shard, f"{found.start:,}", f"{found.tokens:,}"]
+    if place is not None:
+        row = [place.doc_id, place.shard, f"{place.start:,}", f"{place.tokens:,}"]
         print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
 
 
@@ -92,8 +92,8 @@ def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
         shown = bar.add_task("verify", total=total)
         damaged = list(verify_set(folder, manifest, lambda count: bar.update(shown, advance=count)))
     if as_json:
-        found = [asdict(file) for file in damaged]
-        print(json.dumps({"set": prepared, "bytes": total, "ok": not damaged, "damaged": found}, indent=2), flush=True)
+        files = [asdict(file) for file in damaged]
+        print(json.dumps({"set": prepared, "bytes": total, "ok": not damaged, "damaged": files}, indent=2), flush=True)
     if damaged:
         if not as_json:
             print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged], numbers=False)
@@ -112,14 +112,14 @@ def stats(prepared: SetArgument, as_json: JsonOption = False) -> None:
     from nsa_train.data.shards.inspect import length_stats
 
     folder, manifest = _open_set(prepared)
-    found = {split: length_stats(folder, manifest, split) for split in manifest.splits}
+    statistics = {split: length_stats(folder, manifest, split) for split in manifest.splits}
     if as_json:
-        print(json.dumps({"set": prepared, "lengths": {s: asdict(of) for s, of in found.items()}}, indent=2))
+        print(json.dumps({"set": prepared, "lengths": {s: asdict(of) for s, of in statistics.items()}}, indent=2))
         return
     # One line per number: a line per split would not fit 80 columns.
-    lengths = [_lengths(of) for of in found.values()]
+    lengths = [_lengths(of) for of in statistics.values()]
     print_table(
-        "document length in tokens", ["", *found], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
+        "document length in tokens", ["", *statistics], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
     )
 
 

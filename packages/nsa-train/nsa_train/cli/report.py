@@ -70,13 +70,13 @@ def _comparison(runs: "list[RunData]") -> dict[str, Any]:
     """As `--json` prints it. Times are in seconds; null is unknown."""
     from nsa_train.observe.view.summary import differing_settings, summarize
 
-    found = []
+    summaries = []
     for run in runs:
         summary = summarize(run)
         values = {name: value for name, value in asdict(summary).items() if name != "wall"}
         wall_s = summary.wall.total if summary.wall is not None else None
-        found.append({"folder": str(run.folder), **values, "goodput": summary.goodput, "wall_s": wall_s})
-    return {"runs": found, "differing_settings": dict(differing_settings(runs))}
+        summaries.append({"folder": str(run.folder), **values, "goodput": summary.goodput, "wall_s": wall_s})
+    return {"runs": summaries, "differing_settings": dict(differing_settings(runs))}
 
 
 def _show(loaded: "list[RunData]") -> None:
@@ -94,13 +94,13 @@ def _show(loaded: "list[RunData]") -> None:
     names = labels(loaded)
 
     def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
-        made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        made.add_column(head)
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        table.add_column(head)
         for name, style in zip(names, _STYLES, strict=False):
-            made.add_column(Text(name, f"bold {style}"), overflow="fold")
+            table.add_column(Text(name, f"bold {style}"), overflow="fold")
         for name, values in rows:
-            made.add_row(Text(printable(name), "dim"), *map(Text, values))
-        console.print(made)
+            table.add_row(Text(printable(name), "dim"), *map(Text, values))
+        console.print(table)
 
     show("", figures([summarize(run) for run in loaded]))
     console.print()

@@ -121,11 +121,11 @@ class SparseAttentionConfig(option_section(AttentionConfig, "nsa", base=_PresetS
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        name = given.get("preset")
-        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        name = values.get("preset")
+        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
 
     @property
     def geometry(self) -> Geometry:

@@ -18,9 +18,9 @@ BROKEN_RULES = "broken_rules"
 
 def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
     """Return the section, or raise with every broken rule at once."""
-    if found := tuple(broken):
-        text = "\n".join(rule.message for rule in found)
-        raise PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "broken": found})
+    if broken_rules := tuple(broken):
+        text = "\n".join(rule.message for rule in broken_rules)
+        raise PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "broken": broken_rules})
     return section
 
 

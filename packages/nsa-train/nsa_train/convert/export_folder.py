@@ -122,9 +122,9 @@ def exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[s
     return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in sorted(tensors.items())}
 
 
-def _tokenizer(trained: TrainedModel, given: str | None) -> Tokenizer | None:
-    """Of the checkpoint, or the given one; None only for a run whose data had none."""
-    tokenizer, data = choose_tokenizer(given, trained.tokenizer()), trained.config.data
+def _tokenizer(trained: TrainedModel, override: str | None) -> Tokenizer | None:
+    """The tokenizer of the checkpoint, or `override`; None only for a run whose data had none."""
+    tokenizer, data = choose_tokenizer(override, trained.tokenizer()), trained.config.data
     if tokenizer is None and data.dataset == "synthetic":
         return None
     if tokenizer is None:
@@ -134,7 +134,7 @@ def _tokenizer(trained: TrainedModel, given: str | None) -> Tokenizer | None:
         )
     if tokenizer.vocab_size > trained.vocab_size:
         raise ConfigError(
-            f"tokenizer {given} has {tokenizer.vocab_size} ids and the model {trained.vocab_size}: ids beyond have no "
-            f"embedding. Use the tokenizer of the run's data."
+            f"tokenizer {override} has {tokenizer.vocab_size} ids and the model {trained.vocab_size}: ids beyond have "
+            f"no embedding. Use the tokenizer of the run's data."
         )
     return tokenizer

@@ -75,10 +75,10 @@ def read_config(folder: Path) -> NSAConfig:
             f"folders of {ARCHITECTURE} (model_type {NSAConfig.model_type!r}) are read."
         )
     known = {*NSAConfig.names(), "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
-    given = {key: value for key, value in values.items() if key in known}
-    require_plausible_numbers(given, folder / CONFIG)
+    arguments = {key: value for key, value in values.items() if key in known}
+    require_plausible_numbers(arguments, folder / CONFIG)
     try:
-        return NSAConfig(**given)
+        return NSAConfig(**arguments)
     except (StrictDataclassError, ConfigError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model ({error}).") from error
 

@@ -97,8 +97,8 @@ def require_license(name: str) -> str:
 
 def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord:
     """The record of a checkpoint: the one it was imported with, or one made from the run folder around it."""
-    if (kept := trained.record.more.get(TRAINING_RECORD)) is not None:
-        record = TrainingRecord.parse(kept if isinstance(kept, dict) else {}, trained.path / names.STATE)
+    if (values := trained.record.more.get(TRAINING_RECORD)) is not None:
+        record = TrainingRecord.parse(values if isinstance(values, dict) else {}, trained.path / names.STATE)
         return record if license_name is None else TrainingRecord(**{**asdict(record), "license": license_name})
     config, step = trained.config, trained.record.step
     train = config.train
@@ -119,8 +119,8 @@ def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord
 
 
 def _evaluations(checkpoint: Path, step: int) -> dict[str, str]:
-    found = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
-    return evaluation_summary(found[0]) if found else {}
+    evaluations = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
+    return evaluation_summary(evaluations[0]) if evaluations else {}
 
 
 def _losses(checkpoint: Path, step: int) -> tuple[float | None, float | None, int | None]:

@@ -37,9 +37,9 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
     from safetensors.torch import save_file
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
-    for name, held in split.filename_to_tensors.items():
+    for name, keys in split.filename_to_tensors.items():
         try:
-            save_file({key: tensors[key] for key in held}, folder / name, metadata={"format": "pt"})
+            save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk too
             raise OutputError(f"{folder / name} could not be written: {error}.") from error
     if split.is_sharded:
@@ -50,7 +50,7 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
 
 def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name; raises CheckpointError for a missing, foreign or misshapen one."""
-    return read_tensors(folder, lambda found: expected_shapes(folder, config, len(found)))
+    return read_tensors(folder, lambda tensors: expected_shapes(folder, config, len(tensors)))
 
 
 def read_tensors(
@@ -60,16 +60,16 @@ def read_tensors(
 
     expect: the shapes by name that the folder's config implies, given what its files hold.
     """
-    with _open_weights(folder) as (files, held):
-        found = {key: described for tensors in held.values() for key, described in tensors.items()}
-        _require_expected(folder, found, expect(found))
-        return {key: files[name].get_tensor(key) for name in held for key in sorted(held[name])}
+    with _open_weights(folder) as (files, contents):
+        shapes = {key: described for tensors in contents.values() for key, described in tensors.items()}
+        _require_expected(folder, shapes, expect(shapes))
+        return {key: files[name].get_tensor(key) for name in contents for key in sorted(contents[name])}
 
 
 def describe_weights(folder: Path) -> dict[str, TensorShape]:
     """Shape and type of every tensor in the safetensors files of a folder; their values are not read."""
-    with _open_weights(folder) as (_, held):
-        return {key: described for tensors in held.values() for key, described in tensors.items()}
+    with _open_weights(folder) as (_, contents):
+        return {key: described for tensors in contents.values() for key, described in tensors.items()}
 
 
 @contextmanager
@@ -80,9 +80,9 @@ def _open_weights(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict
     with ExitStack() as opened:
         try:
             files = {name: _open(folder / name, opened) for name in _weight_files(folder)}
-            held = {name: _described(file) for name, file in files.items()}
-            _require_index(folder, held)
-            yield files, held
+            contents = {name: _described(file) for name, file in files.items()}
+            _require_index(folder, contents)
+            yield files, contents
         except OSError as error:
             raise CheckpointError(
                 f"weights in {folder} cannot be read ({error}): they must be regular files and no links. Copy a folder "
@@ -117,11 +117,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return listed
 
 
-def _require_index(folder: Path, held: Mapping[str, Mapping[str, TensorShape]]) -> None:
-    if names.MODEL_SAFETENSORS in held:
+def _require_index(folder: Path, contents: Mapping[str, Mapping[str, TensorShape]]) -> None:
+    if names.MODEL_SAFETENSORS in contents:
         return
     listed = set(_weight_map(folder).items())
-    if differing := listed ^ {(key, name) for name, tensors in held.items() for key in tensors}:
+    if differing := listed ^ {(key, name) for name, tensors in contents.items() for key in tensors}:
         raise CheckpointError(
             f"{folder / WEIGHTS_INDEX} and the weights files disagree about {min(differing)!r}, and "
             f"{len(differing) - 1} more. Export or download the folder again."
@@ -166,14 +166,16 @@ def meta_model(folder: Path, config: NSAConfig, n_tensors: int) -> NSAForCausalL
         raise CheckpointError(f"{folder}: config.json describes a model that cannot be built ({error}).") from error
 
 
-def _require_expected(folder: Path, found: Mapping[str, TensorShape], expected: Mapping[str, tuple[int, ...]]) -> None:
-    if differing := sorted(expected.keys() ^ found.keys()):
+def _require_expected(
+    folder: Path, tensors: Mapping[str, TensorShape], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    if differing := sorted(expected.keys() ^ tensors.keys()):
         missing = sum(key in expected for key in differing)
         raise CheckpointError(
             f"{folder} lacks {missing} tensors of the model in config.json and has {len(differing) - missing} others: "
             f"{', '.join(f'{key!r:.80}' for key in differing[:3])}. Use the config of these weights."
         )
-    for key, (shape, dtype) in found.items():
+    for key, (shape, dtype) in tensors.items():
         if shape != expected[key] or dtype not in _DTYPES:
             raise CheckpointError(
                 f"{folder}: {key} is {dtype} of shape {shape}, and config.json implies one of {', '.join(_DTYPES)} of "

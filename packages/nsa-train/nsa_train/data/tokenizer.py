@@ -278,8 +278,8 @@ def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     # From the loaded tokenizer, not the file: the library renumbers added tokens whose ids leave a gap.
     special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
     if requested is not None:
-        if (found := _token_id(engine, requested)) is not None:
-            return found
+        if (token_id := _token_id(engine, requested)) is not None:
+            return token_id
         raise ConfigError(
             f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
         )
@@ -299,10 +299,10 @@ def _token_id(engine: Any, token: str | int) -> int | None:
     if isinstance(token, int):
         return token if 0 <= token < 2**32 and engine.id_to_token(token) is not None else None
     try:
-        found: int | None = engine.token_to_id(token)
+        token_id: int | None = engine.token_to_id(token)
     except (TypeError, UnicodeEncodeError):  # JSON may hold a list, or half a surrogate pair
         return None
-    return found
+    return token_id
 
 
 def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:

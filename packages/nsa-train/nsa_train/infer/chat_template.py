@@ -161,8 +161,8 @@ def _main() -> None:
             except (jinja2.TemplateError, UnicodeEncodeError) as error:  # any other exception ends this process
                 send(failed=f"{type(error).__name__}: {error}"[:_MOST_REASON])
             else:
-                told = f"{len(text):,} characters for a template and messages of {len(line):,}; the limit is {most:,}"
-                send(**({"text": text} if len(text) <= most else {"failed": f"it wrote {told}"}))
+                sizes = f"{len(text):,} characters for a template and messages of {len(line):,}; the limit is {most:,}"
+                send(**({"text": text} if len(text) <= most else {"failed": f"it wrote {sizes}"}))
 
 
 def _limit(kind: int, amount: int) -> None:

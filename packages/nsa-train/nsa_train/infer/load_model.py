@@ -117,8 +117,8 @@ class LoadedModel:
     def generate(self, prompt: Sequence[str], **settings: Any) -> list[str]: ...
     def generate(self, prompt: str | Sequence[str], **settings: Any) -> str | list[str]:
         """The text that follows a prompt, or each of several in one batch; keywords are those of `SamplingSettings`."""
-        given = [prompt] if isinstance(prompt, str) else list(prompt)
-        result = self.generate_batch(given, **settings)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        result = self.generate_batch(prompts, **settings)
         texts = [completion.text for completion in result.completions]
         return texts[0] if isinstance(prompt, str) else texts
 
@@ -211,8 +211,8 @@ def _from_weights_file(folder: Path, tokenizer: str | Path | None) -> LoadedMode
             f"{path} does not hold the settings of its run ({error!r:.300}). Name a checkpoint, or export it again "
             f"with `nsa checkpoint export`."
         ) from error
-    kept = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
-    return _of_run(config, tensors, choose_tokenizer(tokenizer, kept), ModelSource(path, step))
+    own_tokenizer = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
+    return _of_run(config, tensors, choose_tokenizer(tokenizer, own_tokenizer), ModelSource(path, step))
 
 
 def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:

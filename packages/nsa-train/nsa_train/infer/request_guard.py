@@ -229,9 +229,9 @@ class RequestGuard:
         else:
             self._require_model(fields.get("model"))
         body = json.dumps(fields).encode()
-        kept = [(key, value) for key, value in scope["headers"] if key not in (b"content-length", b"content-type")]
+        headers = [(key, value) for key, value in scope["headers"] if key not in (b"content-length", b"content-type")]
         json_headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        scope["headers"] = [*kept, *json_headers]
+        scope["headers"] = [*headers, *json_headers]
         parts = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def replay() -> MutableMapping[str, Any]:
@@ -282,10 +282,10 @@ class RequestGuard:
         fields = _validated(ChatFields, raw)
         fields.max_tokens = _first(fields.max_completion_tokens, fields.max_tokens)
         variables = fields.chat_template_kwargs or {}
-        if taken := sorted(variables.keys() & _TEMPLATE_PARAMETERS):
+        if reserved := sorted(variables.keys() & _TEMPLATE_PARAMETERS):
             raise RequestRefused(
                 400,
-                f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template.",
+                f"chat_template_kwargs has {reserved[0]!r}, which is no variable of a template.",
                 param="chat_template_kwargs",
             )
         if wrong := [token for token in fields.logit_bias or {} if int(token) >= self._loaded.model.config.vocab_size]:
@@ -334,7 +334,7 @@ class RequestGuard:
             _require_stop_strings(self._loaded.tokenizer, stop)
         except ConfigError as error:
             raise RequestRefused(400, str(error)) from error
-        kept = more.model_dump(include={"do_sample", "top_k", "repetition_penalty"}, exclude_none=True)
+        sampling = more.model_dump(include={"do_sample", "top_k", "repetition_penalty"}, exclude_none=True)
         return {
             "model": self._name,
             "max_tokens": chosen["max_new_tokens"],
@@ -344,7 +344,9 @@ class RequestGuard:
             "stop": stop or None,
             "stream": bool(fields.stream),
             "frequency_penalty": fields.frequency_penalty,
-            "generation_config": json.dumps(self._defaults | kept) if fields.generation_config is not None else None,
+            "generation_config": json.dumps(self._defaults | sampling)
+            if fields.generation_config is not None
+            else None,
         }
 
     def _require_model(self, name: object) -> None:

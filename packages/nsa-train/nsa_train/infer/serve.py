@@ -118,8 +118,8 @@ def free_port(host: str, port: int) -> int:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-            found: int = probe.getsockname()[1]
-            return found
+            bound_port: int = probe.getsockname()[1]
+            return bound_port
     except (OSError, UnicodeError) as error:  # a label of a name may have 63 characters
         raise ConfigError(
             f"cannot listen on {host}, port {port} ({getattr(error, 'strerror', error)}). Choose another --port (0 for "

@@ -54,12 +54,12 @@ class TextStream:
 
     def _release(self, fresh: str) -> str:
         waiting = self._held + fresh
-        if found := [(at, stop) for stop in self._stop if (at := waiting.find(stop)) >= 0]:
-            at, self.stopped_by = min(found)
+        if matches := [(at, stop) for stop in self._stop if (at := waiting.find(stop)) >= 0]:
+            at, self.stopped_by = min(matches)
             certain, self._held = waiting[:at], ""
         else:
-            kept = max((_overlap(waiting, stop) for stop in self._stop), default=0)
-            certain, self._held = waiting[: len(waiting) - kept], waiting[len(waiting) - kept :]
+            overlap = max((_overlap(waiting, stop) for stop in self._stop), default=0)
+            certain, self._held = waiting[: len(waiting) - overlap], waiting[len(waiting) - overlap :]
         self.text += certain
         return certain
 

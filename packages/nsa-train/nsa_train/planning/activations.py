@@ -219,10 +219,10 @@ class _BlockTensors:
         """Per row: the compressed keys and values, and what making them saves; nothing where they only choose."""
         if not self.gated:
             return 0
-        made = self.one.width * self.groups * (self.d_k + self.d_v)
+        block_bytes = self.one.width * self.groups * (self.d_k + self.d_v)
         scores = self._own_length() * (self._token_scores(self.d_k) + self._token_scores(self.d_v))
         pooled = self._phi(self.d_k, self.after) + self._phi(self.d_v, False)
-        return scores + self.blocks * made + self.own_blocks * pooled
+        return scores + self.blocks * block_bytes + self.own_blocks * pooled
 
     def _own_length(self) -> int:
         return self.one.seq_len // self.one.cp

@@ -45,12 +45,12 @@ def collectives(
     config: RunConfig, figures: ModelFigures, ranks: int, ranks_per_node: int, passes: int
 ) -> list[CollectiveUse]:
     """Those of one step with so many forward and backward passes; of no size for a group of one rank."""
-    found = [
+    uses = [
         *_of_weights(config, figures, ranks, ranks_per_node, passes),
         *_of_tensor_parallelism(config, figures, ranks, passes),
         *_of_context_parallelism(config, figures, ranks, passes),
     ]
-    return [use for use in found if use.group.size > 1 and use.total.n_bytes]
+    return [use for use in uses if use.group.size > 1 and use.total.n_bytes]
 
 
 def by_group(uses: list[CollectiveUse]) -> dict[CollectiveGroup, CollectiveTotal]:

@@ -147,9 +147,9 @@ def estimate(
     backend = backend_that_will_run(config, target.device.is_gpu, kernels)
 
     def with_backend(name: str) -> BackendEstimate:
-        found = step_time(config, target, work, name)
+        timing = step_time(config, target, work, name)
         memory = _memory(_with_kernels(config, name), target, vocab_size, figures)
-        return BackendEstimate(name, found.seconds, found.source, memory)
+        return BackendEstimate(name, timing.seconds, timing.source, memory)
 
     will_run = with_backend(backend)
     time = StepTime(will_run.step_s, will_run.timing)

@@ -91,8 +91,8 @@ def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None =
     cores = len(os.sched_getaffinity(0))
     memory_gib = host_memory().total / GIB
     tflops = cores * _CORE_TFLOPS
-    found = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
-    return HardwareTarget(found, ranks, here=True)
+    cpu = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
+    return HardwareTarget(cpu, ranks, here=True)
 
 
 def _gpu_here(properties: object) -> HardwareDevice:
@@ -101,5 +101,5 @@ def _gpu_here(properties: object) -> HardwareDevice:
     memory_gib = getattr(properties, "total_memory", 0) / GIB
     known = find_gpu(name, memory_gib)
     slowest = min((device for device in DEVICES.values() if device.is_gpu), key=lambda device: device.bf16_tflops)
-    found = DEVICES[known.name] if known else replace(slowest, name=name)
-    return replace(found, memory_gib=memory_gib)
+    gpu = DEVICES[known.name] if known else replace(slowest, name=name)
+    return replace(gpu, memory_gib=memory_gib)

@@ -109,23 +109,23 @@ def plan_layouts(
     progress: Callable[[str], None] = lambda text: None,
 ) -> LayoutPlan:
     model, failures = model_figures(config, vocab_size), failures or FailureModel()
-    impossible, found = [], []
+    impossible, figures = [], []
     for layout in layouts(config, target.count, RANKS_PER_NODE):
         if isinstance(layout, ImpossibleSplit):
             impossible.append(layout)
             continue
-        found.append(layout_figures(config, layout, target, vocab_size, model, failures, efficiency, price))
-        progress(f"comparing layouts: {len(found)}")
-    fitting = sorted((each for each in found if each.fits), key=lambda each: -each.tokens_per_s)
+        figures.append(layout_figures(config, layout, target, vocab_size, model, failures, efficiency, price))
+        progress(f"comparing layouts: {len(figures)}")
+    fitting = sorted((each for each in figures if each.fits), key=lambda each: -each.tokens_per_s)
     splits = {_split(each) for each in fitting}
-    left = sorted((each for each in found if _split(each) not in splits), key=lambda each: each.memory.total)
+    left = sorted((each for each in figures if _split(each) not in splits), key=lambda each: each.memory.total)
     return LayoutPlan(
         target,
         model,
         tuple(_first_of_each(fitting, lambda each: (each.layout.data, *_split(each)))),
         tuple(_first_of_each(left, _split)),
         tuple(impossible),
-        len(found),
+        len(figures),
         tuple(branch_shares(config)),
     )
 
@@ -141,13 +141,13 @@ def layout_figures(
     price: float | None,
 ) -> LayoutFigures:
     divided = layout.applied(config)
-    found = estimate(divided, target, vocab_size, efficiency=efficiency, price=price, figures=model)
+    run_estimate = estimate(divided, target, vocab_size, efficiency=efficiency, price=price, figures=model)
     uses = collectives(divided, model, target.count, RANKS_PER_NODE, layout.passes)
     return LayoutFigures(
         layout,
-        found,
+        run_estimate,
         tuple(link_traffic(use, target) for use in uses),
-        best_goodput(divided, target, found.checkpoint_bytes, failures),
+        best_goodput(divided, target, run_estimate.checkpoint_bytes, failures),
     )
 
 
@@ -172,19 +172,19 @@ def best_goodput(
     nodes = -(-min(shards, target.count) // RANKS_PER_NODE)
     background = config.train.save_async
     save_s = failures.save_s(checkpoint_bytes, target.count, shards, nodes, background=background)
-    found = RunGoodput(failures.mtbf_s(target.count), save_s, failures.restart_s, interval_s=1.0)
+    goodput = RunGoodput(failures.mtbf_s(target.count), save_s, failures.restart_s, interval_s=1.0)
     shortest = failures.write_s(checkpoint_bytes, nodes) if background else 0.0
-    return RunGoodput(found.mtbf_s, save_s, failures.restart_s, max(found.best_interval_s, shortest))
+    return RunGoodput(goodput.mtbf_s, save_s, failures.restart_s, max(goodput.best_interval_s, shortest))
 
 
-def _split(found: LayoutFigures) -> tuple[int, int]:
-    return found.layout.tp, found.layout.cp
+def _split(figures: LayoutFigures) -> tuple[int, int]:
+    return figures.layout.tp, figures.layout.cp
 
 
 def _first_of_each(
-    found: Sequence[LayoutFigures], key: Callable[[LayoutFigures], tuple[object, ...]]
+    figures: Sequence[LayoutFigures], key: Callable[[LayoutFigures], tuple[object, ...]]
 ) -> list[LayoutFigures]:
     first: dict[tuple[object, ...], LayoutFigures] = {}
-    for each in found:
+    for each in figures:
         first.setdefault(key(each), each)
     return list(first.values())

@@ -27,14 +27,14 @@ class CountedFigure:
 
 
 def compare_with_counts(
-    config: RunConfig, found: LayoutFigures, model: ModelFigures, target: HardwareTarget, counts: StepCounts
+    config: RunConfig, figures: LayoutFigures, model: ModelFigures, target: HardwareTarget, counts: StepCounts
 ) -> Iterator[CountedFigure]:
     """`config`: of the layout. The estimate's reserve, which no operator allocates, is left out."""
-    memory = found.memory
+    memory = figures.memory
     yield CountedFigure("held memory", "bytes", memory.weights + memory.optimizer, counts.held_bytes)
     yield CountedFigure("peak memory", "bytes", memory.total - memory.reserve, counts.peak_bytes)
     tokens = config.train.batch_size * counts.passes * config.train.seq_len / target.count
-    per_token = sum(found.estimate.flops_per_token.values()) + found.estimate.recomputed_flops_per_token
+    per_token = sum(figures.estimate.flops_per_token.values()) + figures.estimate.recomputed_flops_per_token
     yield CountedFigure("FLOPs", "FLOP", tokens * per_token, counts.flops)
     estimated = by_group(collectives(config, model, target.count, RANKS_PER_NODE, counts.passes))
     for group, total in counts.collectives.items():

@@ -42,11 +42,11 @@ def failed(verdicts: Iterable[RuleVerdict]) -> list[RuleVerdict]:
 
 def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
     """Raise with every rule that failed."""
-    if not (found := failed(verdicts)):
+    if not (failures := failed(verdicts)):
         return
-    count = "1 rule" if len(found) == 1 else f"{len(found)} rules"
-    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in found]
-    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(found)]))
+    count = "1 rule" if len(failures) == 1 else f"{len(failures)} rules"
+    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failures]
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(failures)]))
 
 
 def how_to_override(failed: Iterable[RuleVerdict]) -> str:

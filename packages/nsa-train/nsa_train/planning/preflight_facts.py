@@ -105,12 +105,12 @@ def _other_settings(config: RunConfig, env: Path) -> tuple[str, ...]:
         before = json.loads(env.read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError):  # no recorded run
         return ()
-    found = []
+    differences = []
     for key in settings():
         then, now = _value(before, key), as_json(config.value(key))
         if key != "train.steps" and then is not _UNKNOWN and then != now:
-            found.append(f"{key} {then} → {now}")
-    return tuple(found)
+            differences.append(f"{key} {then} → {now}")
+    return tuple(differences)
 
 
 _UNKNOWN = object()

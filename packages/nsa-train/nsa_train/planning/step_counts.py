@@ -77,9 +77,9 @@ class StepCounts:
         return {**vars(self), "collectives": listed}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "StepCounts":
+    def from_json(cls, values: Mapping[str, Any]) -> "StepCounts":
         collectives = {
             CollectiveGroup(each["kind"], each["size"], each["stride"]): CollectiveTotal(each["calls"], each["n_bytes"])
-            for each in found["collectives"]
+            for each in values["collectives"]
         }
-        return cls(**{**found, "collectives": collectives})
+        return cls(**{**values, "collectives": collectives})

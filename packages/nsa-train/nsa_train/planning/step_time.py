@@ -76,8 +76,8 @@ def backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[Bac
     `auto` is the compiled backend on a CPU, and on a GPU Triton, once it has passed its check there.
     """
     names = [choice.backend for choice in decided] if decided is not None else list(wanted_kernels(config))
-    found = {BACKENDS[is_gpu][0] if name == "auto" else name for name in names}
-    return next((name for name in _SLOWEST_FIRST if name in found), BACKENDS[is_gpu][0])
+    backends = {BACKENDS[is_gpu][0] if name == "auto" else name for name in names}
+    return next((name for name in _SLOWEST_FIRST if name in backends), BACKENDS[is_gpu][0])
 
 
 def time_at_efficiency(

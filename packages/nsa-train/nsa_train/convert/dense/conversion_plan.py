@@ -91,12 +91,12 @@ def _converted_kinds(model: SourceModel, options: ConversionOptions) -> list[Att
                 f"--keep-dense or --keep-window names layer {layer}, and the model has layers 0 to {len(kinds) - 1}. "
                 f"Name one of them."
             )
-        kept: AttentionKind = "dense" if layer in options.keep_dense else "window"
-        if model.kinds[layer] == "window" and kept == "dense":
+        kind: AttentionKind = "dense" if layer in options.keep_dense else "window"
+        if model.kinds[layer] == "window" and kind == "dense":
             raise ConfigError(
                 f"--keep-dense names layer {layer}, whose attention slides in the source and stays so. Leave it out."
             )
-        kinds[layer] = kept
+        kinds[layer] = kind
     return kinds
 
 

@@ -114,9 +114,9 @@ def _new_tensors(folder: Path, config: NSAConfig, weights: SourceWeights) -> dic
     return new
 
 
-def _ends(given: int | list[int] | None, end: int) -> int | list[int]:
+def _ends(eos_ids: int | list[int] | None, end: int) -> int | list[int]:
     """Ids that end a document, with the tokenizer's."""
-    ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+    ids = [] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     ids = ids if end in ids else [*ids, end]
     return ids[0] if len(ids) == 1 else ids
 

@@ -58,8 +58,8 @@ def open_source(folder: Path) -> SourceFolder:
     text = read_text(folder / CONFIG)
 
     def query_rows() -> int:
-        found = describe_weights(folder).get(FLA_QUERY)
-        return found.shape[0] if found is not None and found.shape else 0
+        query = describe_weights(folder).get(FLA_QUERY)
+        return query.shape[0] if query is not None and query.shape else 0
 
     return SourceFolder(folder, text, parse_source_config(text, folder / CONFIG, query_rows))
 
@@ -85,10 +85,10 @@ def read_source(source: SourceFolder, on_tensor: OnTensor = lambda done, total: 
     folder, model = source.path, source.model
     config, shapes = model.config, dict[str, tuple[int, ...]]()
 
-    def expect(found: Mapping[str, TensorShape]) -> dict[str, tuple[int, ...]]:
-        shapes.update(expected_shapes(folder, config, len(found)))
+    def expect(file_tensors: Mapping[str, TensorShape]) -> dict[str, tuple[int, ...]]:
+        shapes.update(expected_shapes(folder, config, len(file_tensors)))
         expected = source_shapes(model.names.pairs(shapes, config.num_hidden_layers), shapes)
-        if config.tie_word_embeddings and HEAD in found:  # saved twice, as some software does
+        if config.tie_word_embeddings and HEAD in file_tensors:  # saved twice, as some software does
             expected[HEAD] = shapes[EMBEDDING]
         return expected
 

@@ -35,14 +35,14 @@ def hashed_tasks(out: StorageFolder) -> set[int]:
 def hash_task(plan: PreparePlan, out: StorageFolder, rank: int) -> Iterator[int]:
     """Store the hashes of a task's documents; yields the number of units done since the last time."""
     reader = TaskReader(plan, plan.tasks()[rank])
-    hashes, told = bytearray(), 0
+    hashes, previous = bytearray(), 0
     for _, document in reader.documents():
         hashes += hashlib.blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
-        if reader.units_done > told:
-            yield reader.units_done - told
-            told = reader.units_done
+        if reader.units_done > previous:
+            yield reader.units_done - previous
+            previous = reader.units_done
     out.write_bytes(_hashes_name(rank), bytes(hashes))
-    yield reader.units_done - told
+    yield reader.units_done - previous
 
 
 def write_masks(plan: PreparePlan, out: StorageFolder) -> int:

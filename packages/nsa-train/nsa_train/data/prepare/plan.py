@@ -165,12 +165,12 @@ def _text_tasks(texts: list[tuple[str, int]], most_files: int) -> list[list[str]
 
 
 def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
-    kept: list[tuple[str, int]] = []
+    first: list[tuple[str, int]] = []
     for file, units in files:
         if (used := min(units, limit)) > 0:
-            kept.append((file, used))
+            first.append((file, used))
         limit -= used
-    return kept
+    return first
 
 
 def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:

@@ -333,9 +333,9 @@ def _single_writer(out: StorageFolder) -> Iterator[None]:
         return
     lock_path = out.local_path(f"{WORK}/lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(file_lock(lock_path, wait=False))
+            stack.enter_context(file_lock(lock_path, wait=False))
         except BlockingIOError as error:
             raise DataError(
                 f"another process is preparing into {out.url}. Wait for it to finish, or stop it."

@@ -111,13 +111,13 @@ class SyntheticRows:
         `copy` the earlier occurrence of the token. Of `tracking` it is the last link alone: what the asked variable was
         set to, a value or another variable, whose own fact lies earlier in the row.
         """
-        found = []
+        places = []
         for r, row in enumerate(row_ids.tolist()):
             tokens, mask = np.empty(self.seq_len, dtype=self._dtype), np.zeros(self.seq_len, dtype=bool)
             facts = self._fill(row, tokens, mask)
             counted = np.flatnonzero(mask).tolist()
-            found += [AnswerPlace(r, at - 1, fact) for at, fact in zip(counted, facts.tolist(), strict=True)]
-        return found
+            places += [AnswerPlace(r, at - 1, fact) for at, fact in zip(counted, facts.tolist(), strict=True)]
+        return places
 
     def _fill(self, row: int, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Write a row and its mask; returns the position of the fact of every counted token."""

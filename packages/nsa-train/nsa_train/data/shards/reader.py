@@ -133,7 +133,7 @@ class ShardReader:
 
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
         """The pieces of documents that tokens [start, stop) belong to."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         while start < stop:
             number = int(np.searchsorted(self.starts, start, side="right")) - 1
             shard = self._shard(number)
@@ -141,9 +141,9 @@ class ShardReader:
             document = int(np.searchsorted(shard.ends, start - base, side="right"))
             doc_start = base + (int(shard.ends[document - 1]) if document else 0)
             end = min(base + int(shard.ends[document]), stop)
-            found.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
+            segments.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
             start = end
-        return tuple(found)
+        return tuple(segments)
 
     def _doc_ids(self, number: int) -> list[str]:
         if self._ids[0] != number:

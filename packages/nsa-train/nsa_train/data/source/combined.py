@@ -27,8 +27,8 @@ class CombinedSource:
 
     def unit(self, index: int) -> SourceUnit:
         part, inside = self._locate(index)
-        found = part.unit(inside)
-        return SourceUnit(index, found.file, found.part)
+        unit = part.unit(inside)
+        return SourceUnit(index, unit.file, unit.part)
 
     def read(self, index: int) -> list[Document]:
         part, inside = self._locate(index)

@@ -167,8 +167,8 @@ def html_text(
 
 def declared_charset(raw: bytes) -> str | None:
     """The charset that a page names in a <meta> element near its beginning."""
-    found = _CHARSET.search(raw[:_CHARSET_BYTES])
-    return found[1].decode("ascii", "replace") if found else None
+    match = _CHARSET.search(raw[:_CHARSET_BYTES])
+    return match[1].decode("ascii", "replace") if match else None
 
 
 def tidy(text: str) -> str:

@@ -284,17 +284,17 @@ def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: D
 
 def _values(column: Any, packed: int) -> list[Any]:
     """The values of a column, read from so many bytes; equal texts of a dictionary are one object."""
-    found: list[Any] = []
+    cells: list[Any] = []
     length = 0
     for chunk in column.chunks:
         if not hasattr(chunk, "dictionary"):  # integers
-            found += chunk.to_pylist()
+            cells += chunk.to_pylist()
             continue
         values = chunk.dictionary.to_pylist()
-        found += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
-        length += sum(len(value) for value in found[len(found) - len(chunk) :] if value)
+        cells += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
+        length += sum(len(value) for value in cells[len(cells) - len(chunk) :] if value)
         require_plausible_ratio(length, packed)
-    return found
+    return cells
 
 
 def unpacked_bytes(chunk: bytes) -> int:

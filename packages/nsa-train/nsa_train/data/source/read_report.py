@@ -85,8 +85,8 @@ class ReadReport:
             for key in ("files", "documents", "characters", "tokens"):
                 setattr(total, key, getattr(total, key) + getattr(counted, key))
         for mine, theirs in ((self.skipped, other.skipped), (self.encodings, other.encodings)):
-            for key, found in theirs.items():
-                mine.setdefault(key, NamedCount()).add(found.first, found.count)
+            for key, entry in theirs.items():
+                mine.setdefault(key, NamedCount()).add(entry.first, entry.count)
 
     def total(self) -> KindCount:
         """All kinds together."""
@@ -107,8 +107,8 @@ class ReadReport:
     def from_json(cls, content: Mapping[str, Any]) -> "ReadReport":
         return cls(
             {kind: KindCount(**counted) for kind, counted in content["kinds"].items()},
-            {reason: NamedCount(**found) for reason, found in content["skipped"].items()},
-            {name: NamedCount(**found) for name, found in content["encodings"].items()},
+            {reason: NamedCount(**entry) for reason, entry in content["skipped"].items()},
+            {name: NamedCount(**entry) for name, entry in content["encodings"].items()},
         )
 
 

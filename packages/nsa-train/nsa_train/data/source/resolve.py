@@ -58,8 +58,8 @@ def open_source(
         else:
             raise ConfigError(f"{specs} mixes URLs and local paths. Use one kind.")
         _refuse_duplicates([file.name for file in files])
-        kept = cache_dir if is_hub_id else None
-        return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=kept)
+        listing_cache = cache_dir if is_hub_id else None
+        return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=listing_cache)
     listings = [list_local(one) for one in specs]
     for one, listing in zip(specs, listings, strict=True):
         _log_left_out(one, listing)
@@ -113,8 +113,8 @@ def open_local(
 
 
 def _log_left_out(spec: str, listing: LocalListing) -> None:
-    for reason, found in listing.left_out.skipped.items():
-        _log.info("%s: %d left out, %s (e.g. %r)", spec, found.count, reason, found.first[0])
+    for reason, entry in listing.left_out.skipped.items():
+        _log.info("%s: %d left out, %s (e.g. %r)", spec, entry.count, reason, entry.first[0])
 
 
 def _refuse_duplicates(names: list[str]) -> None:

@@ -31,12 +31,12 @@ class FarCell:
     """Whether the prompt's last token chose a block of the needle; an answer is right if it is the most likely one."""
 
     def as_record(self) -> dict[str, Any]:
-        found = self.needle.any_layer
+        any_layer = self.needle.any_layer
         selection = {
             "needle_hit_by_layer": [counts.hit_rate for counts in self.needle.by_layer],
-            "needle_hit": found.hit_rate,
-            "accuracy_if_hit": found.accuracy_if_hit,
-            "accuracy_if_missed": found.accuracy_if_missed,
+            "needle_hit": any_layer.hit_rate,
+            "accuracy_if_hit": any_layer.accuracy_if_hit,
+            "accuracy_if_missed": any_layer.accuracy_if_missed,
         }
         return (
             {name: value for name, value in asdict(self).items() if name != "needle"}

@@ -76,24 +76,24 @@ def make_example(
     draw = random.Random(int.from_bytes(digest, "big"))
     start = draw.randrange(len(hay.words))
     words = hay.piece(start, length)
-    made = FAR_TASKS[task](_Names(draw, hay.name, " ".join(words)))
-    fractions = [sorted(draw.random() for _ in group) for group in made.groups]
-    fractions[0] = sorted([depth, *(draw.uniform(depth, 1.0) for _ in made.groups[0][1:])])
+    text = FAR_TASKS[task](_Names(draw, hay.name, " ".join(words)))
+    fractions = [sorted(draw.random() for _ in group) for group in text.groups]
+    fractions[0] = sorted([depth, *(draw.uniform(depth, 1.0) for _ in text.groups[0][1:])])
 
     def assembled(n_words: int) -> tuple[str, int]:
-        body, needle_at = _hide(words[:n_words], made.groups, fractions)
-        return body + made.question, needle_at
+        body, needle_at = _hide(words[:n_words], text.groups, fractions)
+        return body + text.question, needle_at
 
     def fits(n_words: int) -> bool:
-        return count_tokens(assembled(n_words)[0] + made.answer) <= length
+        return count_tokens(assembled(n_words)[0] + text.answer) <= length
 
     if not fits(0):
         raise ConfigError(
-            f"{task} needs {count_tokens(assembled(0)[0] + made.answer)} tokens without any hay and the length is "
+            f"{task} needs {count_tokens(assembled(0)[0] + text.answer)} tokens without any hay and the length is "
             f"{length}. Give a larger one to --lengths."
         )
     prompt, needle_at = assembled(_largest(fits, length))
-    return FarExample(task, length, depth, prompt, made.answer, made.candidates, made.groups[0][0], needle_at)
+    return FarExample(task, length, depth, prompt, text.answer, text.candidates, text.groups[0][0], needle_at)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -154,10 +154,10 @@ class _Names:
 
     def _new(self, make: Callable[[], str]) -> str:
         for _ in range(1000):
-            made = make()
-            if made not in self._given and made not in self._text:
-                self._given.add(made)
-                return made
+            word = make()
+            if word not in self._given and word not in self._text:
+                self._given.add(word)
+                return word
         raise ConfigError(f"{self._source} holds all of 1,000 drawn names or numbers. Give another text as --hay.")
 
 

@@ -68,13 +68,13 @@ class HarmfulLayers:
 def advised_layers(harm_by_layer: Sequence[tuple[int, float]]) -> list[int]:
     """The most harmful layers, until they have half of the harm of all, at most a quarter of the sparse layers."""
     total, most = math.fsum(harm for _, harm in harm_by_layer), max(1, int(KEPT_LAYERS * len(harm_by_layer)))
-    found, reached = list[int](), 0.0
+    layers, reached = list[int](), 0.0
     for layer, harm in sorted(harm_by_layer, key=lambda each: (-each[1], each[0])):
-        if len(found) == most or reached >= KEPT_HARM * total:
+        if len(layers) == most or reached >= KEPT_HARM * total:
             break
-        found.append(layer)
+        layers.append(layer)
         reached += harm
-    return sorted(found)
+    return sorted(layers)
 
 
 @torch.inference_mode()
@@ -100,20 +100,20 @@ def harmful_layers(
     compare = _Divergence(reference, rows, after_pass)
     whole = compare.of(model).loss
     counts = dict(selection_by_layer(model, rows).counts)
-    found = []
+    harms = []
     for layer in differing:
         one_sparse = with_layer_kinds(model.config, _exchanged(dense, kinds, [layer]), {**of_model, **of_reference})
         one_dense = with_layer_kinds(model.config, _exchanged(kinds, dense, [layer]), {**of_reference, **of_model})
         harm = compare.of(one_sparse)
         gain = whole - compare.of(one_dense).loss
-        found.append(LayerHarm(layer, kinds[layer], harm.loss, harm.standard_error, gain, counts.get(layer)))
+        harms.append(LayerHarm(layer, kinds[layer], harm.loss, harm.standard_error, gain, counts.get(layer)))
     both_dense = [layer for layer, pair in enumerate(zip(kinds, dense, strict=True)) if pair == ("dense", "dense")]
-    result = HarmfulLayers(whole, found, already_dense=both_dense)
-    can_be_dense = [(each.layer, each.harm) for each in found if dense[each.layer] == "dense"]
+    result = HarmfulLayers(whole, harms, already_dense=both_dense)
+    can_be_dense = [(each.layer, each.harm) for each in harms if dense[each.layer] == "dense"]
     if whole > SMALLEST_DIVERGENCE and can_be_dense:
         result.advised = advised_layers(can_be_dense)
-        kept = with_layer_kinds(model.config, _exchanged(kinds, dense, result.advised), {**of_reference, **of_model})
-        result.kept_divergence = compare.of(kept).loss
+        mixed = with_layer_kinds(model.config, _exchanged(kinds, dense, result.advised), {**of_reference, **of_model})
+        result.kept_divergence = compare.of(mixed).loss
     return result
 
 
@@ -146,7 +146,7 @@ def passes_over_rows(model: NSAForCausalLM, reference: NSAForCausalLM) -> int:
     return 2 + 2 * sum(own != other for own, other in pairs)
 
 
-def layers_record(found: HarmfulLayers, data: str, seq_len: int, rows: int, against: str) -> dict[str, Any]:
+def layers_record(result: HarmfulLayers, data: str, seq_len: int, rows: int, against: str) -> dict[str, Any]:
     """The result as it is written to the file of results."""
     layers = [
         {
@@ -157,16 +157,16 @@ def layers_record(found: HarmfulLayers, data: str, seq_len: int, rows: int, agai
             "gain": each.gain,
             **(mass_shares(each.counts) if each.counts is not None and each.counts.queries else {}),
         }
-        for each in found.layers
+        for each in result.layers
     ]
     return {
         "data": data,
         "seq_len": seq_len,
         "rows": rows,
         "against": against,
-        "divergence": found.divergence,
+        "divergence": result.divergence,
         "layers": layers,
-        "keep_dense": sorted({*found.already_dense, *found.advised}) if found.advised else [],
-        "advised": found.advised,
-        "removed": found.removed,
+        "keep_dense": sorted({*result.already_dense, *result.advised}) if result.advised else [],
+        "advised": result.advised,
+        "removed": result.removed,
     }

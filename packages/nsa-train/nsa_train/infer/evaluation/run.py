@@ -83,14 +83,14 @@ class EvaluationRequest:
         if any(length < 1 for length in self.lengths or ()) or self.limit < 1 or self.layer_rows < 1:
             raise ConfigError("--lengths, --limit and --layer-rows must be 1 or more.")
 
-    def with_reference(self, given: bool) -> Sequence[str]:
+    def with_reference(self, has_reference: bool) -> Sequence[str]:
         """The tasks to run; raises if one needs a reference model that was not given."""
-        missing = [task for task in self.tasks or () if task in COMPARISONS and not given]
+        missing = [task for task in self.tasks or () if task in COMPARISONS and not has_reference]
         if missing:
             raise ConfigError(
                 f"task {missing[0]} compares two models and one was given. Name the dense model with --against."
             )
-        return self.tasks or [task for task in TASKS if given or task not in COMPARISONS]
+        return self.tasks or [task for task in TASKS if has_reference or task not in COMPARISONS]
 
 
 def evaluate_model(
@@ -171,8 +171,8 @@ def _far_tasks(
 def _against_cell(cell: FarCell, name: str) -> dict[str, Any]:
     """Outcomes of the reference at the same examples."""
     record = cell.as_record()
-    kept = ("accuracy", "accuracy_interval", "exact_match", "exact_match_interval", "answer_nats")
-    return {"against": name} | {f"against_{key}": record[key] for key in kept}
+    keys = ("accuracy", "accuracy_interval", "exact_match", "exact_match_interval", "answer_nats")
+    return {"against": name} | {f"against_{key}": record[key] for key in keys}
 
 
 def _beside(
@@ -226,8 +226,8 @@ def _layers(
     if not rows:
         raise _no_rows(data)
     after_pass = _TaskProgress(progress, LAYERS, passes_over_rows(loaded.model, reference.model))
-    found = harmful_layers(loaded.model, reference.model, rows, after_pass)
-    return layers_record(found, str(data), data.seq_len, len(rows), _name(reference))
+    harm = harmful_layers(loaded.model, reference.model, rows, after_pass)
+    return layers_record(harm, str(data), data.seq_len, len(rows), _name(reference))
 
 
 def _name(loaded: LoadedModel) -> str:
@@ -277,8 +277,8 @@ def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: P
     most = SELECTION_ROWS if rows is None else min(rows, SELECTION_ROWS)
     after_row = _TaskProgress(progress, SELECTION, most)
     places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
-    found = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
-    return selection_record(found, str(data), data.seq_len, after_row.done)
+    figures = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
+    return selection_record(figures, str(data), data.seq_len, after_row.done)
 
 
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:

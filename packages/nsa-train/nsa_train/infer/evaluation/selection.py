@@ -51,7 +51,7 @@ def selection_by_layer(
     answer_places: AnswerPlaces = lambda row_ids: (),
 ) -> SelectionFigures:
     """answer_places: where the questions and facts of rows with these numbers lie."""
-    found = SelectionFigures()
+    figures = SelectionFigures()
     with probing(model, SelectionProbe) as probes:
         # Names are model.layers.N.attention.
         numbered = [(int(name.split(".")[2]), probe) for name, probe in probes.items()]
@@ -62,10 +62,10 @@ def selection_by_layer(
             hidden_BSD = last_hidden_states(model, batch)
             chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
             if places and chosen:
-                _add_facts(found.facts, model, batch, places, hidden_BSD, chosen)
+                _add_facts(figures.facts, model, batch, places, hidden_BSD, chosen)
             after_row()
-    found.counts = [(layer, probe.counts) for layer, probe in numbered if probe.chosen_BQGN is not None]
-    return found
+    figures.counts = [(layer, probe.counts) for layer, probe in numbered if probe.chosen_BQGN is not None]
+    return figures
 
 
 def right_answers(model: NSAForCausalLM, batch: Batch, places: Sequence[AnswerPlace], hidden_BSD: Tensor) -> list[bool]:
@@ -99,7 +99,7 @@ def _add_facts(
             facts.expected += 1 - (1 - chance) ** (n_groups * len(blocks))
 
 
-def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
+def selection_record(figures: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
     """The result as it is written to the file of results."""
     layers = [
         {
@@ -110,16 +110,16 @@ def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int
             "mass_caught": counts.mass_caught / counts.queries,
             **mass_shares(counts),
         }
-        for layer, counts in found.counts
+        for layer, counts in figures.counts
         if counts.queries
     ]
-    facts = found.facts
+    facts = figures.facts
     result = {"data": data, "seq_len": seq_len, "rows": rows, "layers": layers}
     if not facts.hits.any_layer.questions:
         return result
     by_layer = [
         {"layer": layer, **_hit_record(counts, facts.expected_by_layer)}
-        for (layer, _), counts in zip(found.counts, facts.hits.by_layer, strict=True)
+        for (layer, _), counts in zip(figures.counts, facts.hits.by_layer, strict=True)
     ]
     any_layer = _hit_record(facts.hits.any_layer, facts.expected)
     return {**result, "facts": {"layers": by_layer, "any_layer": any_layer}}
