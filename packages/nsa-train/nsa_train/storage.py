@@ -218,7 +218,7 @@ def _arrow_s3(address: StorageAddress) -> Any:
     if address.endpoint:
         at = urlsplit(address.endpoint)
         arguments |= {"scheme": at.scheme, "endpoint_override": at.netloc}
-        plain_s3_checksums()  # our own SHA-256 does what they would
+        _plain_s3_checksums()  # our own SHA-256 does what they would
     if address.region:
         arguments["region"] = address.region
     return arrow_fs.S3FileSystem(
@@ -238,7 +238,7 @@ def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
     from botocore.session import Session  # type: ignore[import-untyped]
 
     if address.endpoint:
-        plain_s3_checksums()
+        _plain_s3_checksums()
     credentials = Session().get_credentials()  # as files and variables are now
     variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
     with _session_lock:  # sessions are not made for threads, clients are
@@ -270,6 +270,6 @@ def _boto3_session(credentials: Any, variables: tuple[tuple[str, str], ...]) -> 
     return Session()
 
 
-def plain_s3_checksums() -> None:
+def _plain_s3_checksums() -> None:
     """Some S3 services (Ceph 16) refuse the client's trailing checksums with status 411; a user's own choice wins."""
     os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")

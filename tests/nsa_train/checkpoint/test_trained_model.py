@@ -99,7 +99,7 @@ def copied(runs, tmp_path) -> Path:
 def test_another_tokenizer_in_a_checkpoint_is_refused(copied):
     text = ByteTokenizer().to_json()
     commit_again(copied, lambda folder: (folder / TOKENIZER).write_text(text))
-    with pytest.raises(DataError, match="fingerprint"):
+    with pytest.raises(DataError, match="_fingerprint"):
         open_trained_model(copied).tokenizer()
 
 
@@ -112,11 +112,11 @@ def test_a_changed_tokenizer_is_refused_like_any_changed_file(copied):
 
 def test_settings_of_another_version_are_refused_by_name(copied):
     def change(folder: Path) -> None:
-        from nsa_train.checkpoint.run_state import fingerprint
+        from nsa_train.checkpoint.run_state import _fingerprint
 
         state = json.loads((folder / "state.json").read_text())
         state["config"]["model"]["dim"] = "wide"
-        state["config_fingerprint"] = fingerprint(state["config"])
+        state["config_fingerprint"] = _fingerprint(state["config"])
         (folder / "state.json").write_text(json.dumps(state))
 
     with pytest.raises(CheckpointError, match="settings"):

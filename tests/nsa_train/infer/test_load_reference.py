@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="in the hf extra")
 from nsa.errors import CheckpointError
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
 from nsa_train.convert.dense.convert_folder import convert_folder
-from nsa_train.infer.load_reference import is_source, load_reference
+from nsa_train.infer.load_reference import _is_source, load_reference
 from tests.nsa_train.convert.dense_sources import save_dense, token_ids
 
 CPU = torch.device("cpu")
@@ -26,7 +26,11 @@ def test_a_dense_folder_gives_the_logits_of_transformers(case, tmp_path):
 def test_a_folder_of_ours_is_loaded_as_by_load_model(tmp_path):
     save_dense(tmp_path / "dense")
     convert_folder(tmp_path / "dense", tmp_path / "sparse", ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24))
-    assert (is_source(tmp_path / "dense"), is_source(tmp_path / "sparse"), is_source(tmp_path)) == (True, False, False)
+    assert (_is_source(tmp_path / "dense"), _is_source(tmp_path / "sparse"), _is_source(tmp_path)) == (
+        True,
+        False,
+        False,
+    )
     loaded = load_reference(tmp_path / "sparse", device=CPU, dtype=torch.bfloat16)
     assert loaded.model.config.layer_kinds() == ["merged"] * 4
     assert loaded.model.dtype == torch.bfloat16

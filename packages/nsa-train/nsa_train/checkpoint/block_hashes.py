@@ -14,7 +14,7 @@ from typing import Self
 from nsa.files import fsync_data
 
 BLOCK_BYTES = 8 << 20
-RawBytes = bytes | bytearray | memoryview
+_RawBytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class BlockHasher:
         self._block, self._left = hashlib.sha256(), BLOCK_BYTES
         self._entire = hashlib.sha256() if whole else None
 
-    def update(self, chunk: RawBytes) -> None:
+    def update(self, chunk: _RawBytes) -> None:
         rest = memoryview(chunk).cast("B")
         self.bytes += len(rest)
         if self._entire is not None:
@@ -61,7 +61,7 @@ class BlockHasher:
         return ManifestEntry(self.bytes, (*self._blocks, *last), entire)
 
 
-def hash_blocks(chunks: Iterable[RawBytes], *, whole: bool = False) -> ManifestEntry:
+def hash_blocks(chunks: Iterable[_RawBytes], *, whole: bool = False) -> ManifestEntry:
     hasher = BlockHasher(whole=whole)
     for chunk in chunks:
         hasher.update(chunk)
@@ -91,7 +91,7 @@ class HashedFile:
         finally:
             self._file.close()
 
-    def write(self, content: RawBytes) -> int:
+    def write(self, content: _RawBytes) -> int:
         try:
             self._file.write(content)
         except OSError as error:

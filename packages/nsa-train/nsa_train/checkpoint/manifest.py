@@ -20,7 +20,7 @@ from nsa.files import open_regular
 from nsa_train.checkpoint.block_hashes import BLOCK_BYTES, ManifestEntry, hash_blocks, same_content
 from nsa_train.names import COMMIT
 
-FORMAT = 2
+_FORMAT = 2
 _WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
 LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
 CHUNK_BYTES = 4 << 20
@@ -75,7 +75,7 @@ class LocalFiles:
                 yield chunk
 
 
-REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
+_REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
 """Why a checkpoint was saved: train.save_every, a request (USR2), or the end of the run."""
 
 
@@ -160,7 +160,7 @@ def build_manifest(
 
 
 def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
-    body = {"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    body = {"format": _FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     assert all(entry.sha256 is None for entry in manifest.files.values()), "the first format is not written"
     body["files"] = {name: {"bytes": e.bytes, "sha256": list(e.blocks)} for name, e in manifest.files.items()}
     text = _canonical(body)
@@ -192,14 +192,14 @@ def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
         # As bytes: text that is not ASCII is a TypeError.
         if not hmac.compare_digest(expected.encode(), str(document["hmac_sha256"]).encode("utf-8", "surrogatepass")):
             raise CheckpointError(f"{COMMIT} is signed with another key, or forged")
-    if body.get("format") not in (_WHOLE_FILE_FORMAT, FORMAT):
-        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {FORMAT}")
+    if body.get("format") not in (_WHOLE_FILE_FORMAT, _FORMAT):
+        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {_FORMAT}")
     try:
         files = {str(name): _entry(entry) for name, entry in body["files"].items()}
         manifest = CheckpointManifest(
             int(body["step"]), str(body["saved_at"]), files, str(body.get("reason", INTERVAL))
         )
-        if manifest.reason not in REASONS or not manifest.saved_at.isprintable():
+        if manifest.reason not in _REASONS or not manifest.saved_at.isprintable():
             raise ValueError("it has no reason or no time")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
@@ -240,7 +240,7 @@ def examine(
         if sizes.get(COMMIT, IRREGULAR) == IRREGULAR:
             why = f"{COMMIT} is missing: the save never finished, or another program wrote this folder"
             return CheckpointVerdict(str(store), None, (why,))
-        manifest = read_commit(store, sizes[COMMIT], key)
+        manifest = _read_commit(store, sizes[COMMIT], key)
         problems = list(_compare(store, manifest, sizes, deep=deep))
     except CheckpointError as error:
         return CheckpointVerdict(str(store), None, (str(error),))
@@ -251,7 +251,7 @@ def examine(
     return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
 
 
-def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
+def _read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
     if size > LARGEST_COMMIT_BYTES:
         raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
     raw = bytearray()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from nsa.errors import CheckpointError
 
 SMALLEST_PIECE_BYTES = 1 << 20
-MOST_PIECES = 1 << 17
+_MOST_PIECES = 1 << 17
 """Of all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
 
 Numbers = tuple[int, ...]
@@ -65,7 +65,7 @@ class RankPieces:
 
 def piece_bytes(total_bytes: int) -> int:
     """Size of a piece in a checkpoint of so many bytes."""
-    return max(SMALLEST_PIECE_BYTES, total_bytes // MOST_PIECES)
+    return max(SMALLEST_PIECE_BYTES, total_bytes // _MOST_PIECES)
 
 
 def cut(offsets: Numbers, sizes: Numbers, itemsize: int, wanted_bytes: int) -> list[tuple[float, Numbers, Numbers]]:

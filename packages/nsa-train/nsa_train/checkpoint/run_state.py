@@ -15,9 +15,9 @@ from nsa.errors import CheckpointError
 from nsa.files import open_regular, write_atomic
 from nsa_train.names import STATE
 
-FORMAT = 1
+_FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20
-LARGEST_VOCABULARY = 2**32
+_LARGEST_VOCABULARY = 2**32
 """Ids are stored in at most four bytes."""
 VOCAB_SIZE = "vocab_size"
 """Key in `RunRecord.more`: the resolved `model.vocab_size`."""
@@ -25,7 +25,7 @@ TOKENIZER_RECORD = "tokenizer"
 """Key in `RunRecord.more`: vocabulary size, fingerprint and end-of-document id of tokenizer.json, if there is one."""
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
+def _fingerprint(config: Mapping[str, Any]) -> str:
     """The same for equal settings, whatever their order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
@@ -45,7 +45,7 @@ class RunRecord:
 
     def write(self, checkpoint: Path) -> None:
         """Into a staging folder, on rank 0."""
-        values = {"format": FORMAT, "config_fingerprint": fingerprint(self.config), **asdict(self)}
+        values = {"format": _FORMAT, "config_fingerprint": _fingerprint(self.config), **asdict(self)}
         _write_json(checkpoint / STATE, values)
 
     @classmethod
@@ -63,11 +63,11 @@ class RunRecord:
             values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
             record = cls(**values)
             record._require_types()
-            intact = fingerprint(record.config) == config_fingerprint
+            intact = _fingerprint(record.config) == config_fingerprint
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a record of this version: {error!r:.300}.") from error
-        if version != FORMAT:
-            raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {FORMAT}.")
+        if version != _FORMAT:
+            raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {_FORMAT}.")
         if not intact:
             raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
@@ -82,7 +82,7 @@ class RunRecord:
             if not isinstance(getattr(self, name), dict):
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
         ids = self.more.get(VOCAB_SIZE, 1)
-        if type(ids) is not int or not 0 < ids <= LARGEST_VOCABULARY:
+        if type(ids) is not int or not 0 < ids <= _LARGEST_VOCABULARY:
             raise TypeError(f"{VOCAB_SIZE} is {ids!r:.80}")
 
 

@@ -71,7 +71,7 @@ class SharedSavePlanner(DefaultSavePlanner):
         self._offered: RankPieces | None = None
 
     def create_local_plan(self) -> SavePlan:
-        self._offered = offer(self.state_dict, self.mappings)
+        self._offered = _offer(self.state_dict, self.mappings)
         if self._offered == self._cache.sent:
             return _UNCHANGED
         return SavePlan([], planner_data=PackedPieces.pack(self._offered))
@@ -108,7 +108,7 @@ class SharedSavePlanner(DefaultSavePlanner):
         return local
 
 
-def offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
+def _offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
     """What this rank can write of a flat state dict; of tensors replicated over a mesh, its share."""
     tensors: list[PlannedTensor] = []
     values: list[str] = []

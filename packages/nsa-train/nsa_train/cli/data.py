@@ -17,8 +17,8 @@ from nsa_train.cli.progress_line import ProgressLine
 data_app = typer.Typer(
     help="Build a corpus, train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True
 )
-tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
-data_app.add_typer(tokenizer_app, name="tokenizer")
+_tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
+data_app.add_typer(_tokenizer_app, name="tokenizer")
 data_app.command()(prepare.prepare)
 data_app.command()(prepare.bootstrap)
 data_app.command()(prepared_set.inspect)
@@ -55,7 +55,7 @@ def demo(
     print_line(f"{built.documents} documents, {built.text_bytes / 1e6:.2f} MB of text, {built.files} files in {folder}")
 
 
-@tokenizer_app.command("train")
+@_tokenizer_app.command("train")
 def train_tokenizer(
     source: str = typer.Argument(help="Corpus: folder, file, glob pattern, URL or hub dataset id."),
     path: Path = typer.Argument(help="Tokenizer JSON file to write."),

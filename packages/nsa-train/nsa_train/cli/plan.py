@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from nsa_train.planning.layout_plan import LayoutFigures
     from nsa_train.planning.step_counts import StepCounts
 
-GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
-MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
+_GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
+_MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
 
 
 def plan(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
-    gpus: str = typer.Option(..., help=GPUS_HELP),
+    gpus: str = typer.Option(..., help=_GPUS_HELP),
     top: int = typer.Option(8, min=1, help="Layouts in the table."),
     execute: bool = typer.Option(False, "--execute", help="Run a step of the best layout on fake tensors."),
     all_layers: bool = typer.Option(False, "--all-layers", help="With --execute: all layers instead of a few."),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
-    gpu_hours_per_failure: float = typer.Option(None, min=1.0, help=MTBF_HELP),
+    gpu_hours_per_failure: float = typer.Option(None, min=1.0, help=_MTBF_HELP),
     restart_s: float = typer.Option(600.0, min=0.0, help="Seconds from a failure to the next step."),
     storage_gb_s: float = typer.Option(2.0, min=1e-3, help="GB/s that one node writes to storage."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),

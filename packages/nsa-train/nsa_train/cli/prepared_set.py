@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must n
     from nsa_train.data.shards.manifest import ShardManifest
     from nsa_train.storage import StorageFolder
 
-SetArgument = Annotated[
+_SetArgument = Annotated[
     str, typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
@@ -27,7 +27,7 @@ _PERCENTILES = {"5 %": 5, "median": 50, "95 %": 95, "99 %": 99}
 
 
 def inspect(
-    prepared: SetArgument,
+    prepared: _SetArgument,
     document: Annotated[
         int | None, typer.Option(help="Print id, shard and position of this document; numbers start at 0.")
     ] = None,
@@ -77,7 +77,7 @@ def inspect(
         print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
 
 
-def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
+def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
     """Verify the SHA-256 of every file of a prepared set.
 
     Exit codes: 0 if all files match, 21 if one is damaged or missing, or there is no finished set.
@@ -102,7 +102,7 @@ def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
         print_line(f"{prepared}: all files match ({total:,} bytes)")
 
 
-def stats(prepared: SetArgument, as_json: JsonOption = False) -> None:
+def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
     """Print the distribution of document lengths in tokens.
 
     Exit codes: 0, or 21 if the set does not exist, is not finished or is damaged.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nsa_train.observe.view.run_data import RunData
 
 DEFAULT_NAME = "report.html"
-MOST_RUNS = 6
+_MOST_RUNS = 6
 _STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
 
 
@@ -36,7 +36,7 @@ def report(
 
 
 def compare(
-    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {MOST_RUNS} run folders."),
+    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {_MOST_RUNS} run folders."),
     out: Path = typer.Option(None, "--out", help="Also write an HTML report with all curves on common axes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: results of every run, settings that differ."),
 ) -> None:
@@ -46,10 +46,10 @@ def compare(
 
     **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
     """
-    if not 2 <= len(runs) <= MOST_RUNS:
+    if not 2 <= len(runs) <= _MOST_RUNS:
         raise ConfigError(
-            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more curves than that cannot "
-            f"be distinguished. Give 2 to {MOST_RUNS} run folders."
+            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {_MOST_RUNS}: more curves than "
+            f"that cannot be distinguished. Give 2 to {_MOST_RUNS} run folders."
         )
     require_writable_file(out)
 

@@ -21,7 +21,7 @@ from nsa_train.config.layer import GivenValue, SettingsLayer, nearest
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.shipped import CONFIGS
 
-COMMAND_LINE = "command line"
+_COMMAND_LINE = "command line"
 _MOST_DIGITS = 18
 _MOST_SHOWN = 120
 _SHIPPED_PROFILES = CONFIGS / "profiles"
@@ -42,7 +42,7 @@ def load(
     path = Path(file)
     from_file = yaml_file.read(path)
     from_environ = env.read(environ)
-    from_command_line = read_overrides(overrides)
+    from_command_line = _read_overrides(overrides)
     from_profile = _read_profile({**from_file.given, **from_command_line.given}.get("profile"), path)
 
     layers = (from_profile, from_file, from_environ, from_command_line)
@@ -64,15 +64,15 @@ def load(
     return config
 
 
-def read_overrides(overrides: Sequence[str]) -> SettingsLayer:
+def _read_overrides(overrides: Sequence[str]) -> SettingsLayer:
     """`key=value` words of a command line; the later of two for the same key wins, and `null` means no value."""
     layer = SettingsLayer()
     for word in overrides:
         key, equals, text = word.partition("=")
         if equals:
-            layer.add(key, None if text == "null" else text, origin=COMMAND_LINE, where=COMMAND_LINE)
+            layer.add(key, None if text == "null" else text, origin=_COMMAND_LINE, where=_COMMAND_LINE)
         else:
-            layer.problems.append(f"{COMMAND_LINE}: {word!r} is not key=value. Write e.g. train.lr=1e-4.")
+            layer.problems.append(f"{_COMMAND_LINE}: {word!r} is not key=value. Write e.g. train.lr=1e-4.")
     return layer
 
 
@@ -108,11 +108,11 @@ def _profile_folders(config_path: Path) -> tuple[Path, ...]:
 def _shorten_warmup(values: dict[str, GivenValue]) -> Iterator[str]:
     """`--steps 100` on a long config is a short trial: shorten its warm-up with a notice, do not refuse it."""
     steps, warmup = values.get("train.steps"), values.get("train.warmup_steps")
-    if not steps or not warmup or steps.origin != COMMAND_LINE or warmup.origin == COMMAND_LINE:
+    if not steps or not warmup or steps.origin != _COMMAND_LINE or warmup.origin == _COMMAND_LINE:
         return
     given_steps, given_warmup = _whole_number(steps), _whole_number(warmup)
     if given_steps is not None and given_warmup is not None and given_warmup > given_steps:
-        values["train.warmup_steps"] = replace(steps, origin=f"{COMMAND_LINE} train.steps={steps.text}")
+        values["train.warmup_steps"] = replace(steps, origin=f"{_COMMAND_LINE} train.steps={steps.text}")
         yield (
             f"train.warmup_steps is {warmup.text} ({warmup.where}) but the command line sets train.steps to "
             f"{steps.text}: warm-up is shortened to {steps.text}."

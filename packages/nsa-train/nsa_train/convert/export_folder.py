@@ -86,7 +86,7 @@ def _write(
     remote_code: bool,
     shard_bytes: int,
 ) -> None:
-    tensors = exported_tensors(trained, None if dtype is None else DTYPES[dtype])
+    tensors = _exported_tensors(trained, None if dtype is None else DTYPES[dtype])
     config = exported_config(trained.config, trained.vocab_size, tokenizer.eos_id if tokenizer else None)
     config.architectures = [ARCHITECTURE]
     config.dtype = next(iter(tensors.values())).dtype
@@ -114,7 +114,7 @@ def _write(
         shutil.copymode(folder / CARD, path)  # safetensors makes private files
 
 
-def exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The checkpoint's parameters as an exported folder holds them; of tied embeddings only one."""
     tensors = to_transformers(trained.tensors)
     if trained.config.model.tie_embeddings:

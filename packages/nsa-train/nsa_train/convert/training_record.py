@@ -21,7 +21,7 @@ from nsa_train.observe.view import run_data
 from nsa_train.observe.view.report.evaluations import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
-FORMAT = 1
+_FORMAT = 1
 _PRIVATE_SECTIONS = ("kernels", "parallel", "track")
 _PRIVATE_SETTINGS = {
     "train": ("out_dir", "checkpoint_key_file"),
@@ -55,7 +55,7 @@ class TrainingRecord:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: object) -> Self:
@@ -75,8 +75,8 @@ class TrainingRecord:
                 raise CheckpointError(f"{where} has an unreadable {key}: {value!r:.80}.")
             if key != "format" and isinstance(value, int | float) and not 0 <= value < 2**62:
                 raise CheckpointError(f"{where} has {key}={value!r:.80}: it must be a number of 0 or more.")
-        if values["format"] != FORMAT:
-            raise CheckpointError(f"{where} has format {values['format']}, this version reads {FORMAT}.")
+        if values["format"] != _FORMAT:
+            raise CheckpointError(f"{where} has format {values['format']}, this version reads {_FORMAT}.")
         for name, figure in values["evaluations"].items():
             if not (type(figure) is str and name.isprintable() and figure.isprintable() and len(name + figure) < 1000):
                 raise CheckpointError(f"{where} has an unreadable evaluation: {name!r:.80}={figure!r:.80}.")
@@ -113,7 +113,7 @@ def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord
         data=_data(config),
         version=__version__,
         license=license_name,
-        settings=public_settings(config),
+        settings=_public_settings(config),
         evaluations=_evaluations(trained.path, step),
     )
 
@@ -152,7 +152,7 @@ def _public_path(path: str) -> str:
     return path if path.count("/") == 1 and not path.startswith((".", "~", "/")) else Path(path).name
 
 
-def public_settings(config: RunConfig) -> dict[str, Any]:
+def _public_settings(config: RunConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"profile", *_PRIVATE_SECTIONS})
     for section, private in _PRIVATE_SETTINGS.items():
         for name in private:

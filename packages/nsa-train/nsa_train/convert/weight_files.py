@@ -19,7 +19,7 @@ from nsa.hf.weight_names import HEAD
 from nsa_train import names
 from nsa_train.convert.folder_files import read_json
 
-WEIGHTS_INDEX = f"{names.MODEL_SAFETENSORS}.index.json"
+_WEIGHTS_INDEX = f"{names.MODEL_SAFETENSORS}.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _LARGEST_HEADER_BYTES = 32 << 20
@@ -44,7 +44,7 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
             raise OutputError(f"{folder / name} could not be written: {error}.") from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / _WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [folder / name for name in split.filename_to_tensors]
 
 
@@ -93,7 +93,7 @@ def _open_weights(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict
 
 
 def _weight_files(folder: Path) -> list[str]:
-    if (folder / WEIGHTS_INDEX).exists():
+    if (folder / _WEIGHTS_INDEX).exists():
         return sorted(set(_weight_map(folder).values()))
     if not os.path.lexists(folder / names.MODEL_SAFETENSORS) and any(folder.glob("*.bin")):
         raise CheckpointError(
@@ -105,13 +105,13 @@ def _weight_files(folder: Path) -> list[str]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor → file, of a folder with several weights files. A file's name must be one that an export gives it."""
-    listed = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+    listed = read_json(folder / _WEIGHTS_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{folder / WEIGHTS_INDEX} has no weight_map: it does not say where the tensors are.")
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} has no weight_map: it does not say where the tensors are.")
     for name in listed.values():
         if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
             raise CheckpointError(
-                f"{folder / WEIGHTS_INDEX} names the file {name!r:.80}: weights are in files called "
+                f"{folder / _WEIGHTS_INDEX} names the file {name!r:.80}: weights are in files called "
                 f"model-00001-of-00002.safetensors, in the folder itself."
             )
     return listed
@@ -123,7 +123,7 @@ def _require_index(folder: Path, contents: Mapping[str, Mapping[str, TensorShape
     listed = set(_weight_map(folder).items())
     if differing := listed ^ {(key, name) for name, tensors in contents.items() for key in tensors}:
         raise CheckpointError(
-            f"{folder / WEIGHTS_INDEX} and the weights files disagree about {min(differing)!r}, and "
+            f"{folder / _WEIGHTS_INDEX} and the weights files disagree about {min(differing)!r}, and "
             f"{len(differing) - 1} more. Export or download the folder again."
         )
 

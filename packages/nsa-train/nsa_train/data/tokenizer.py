@@ -28,7 +28,7 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 LARGEST_TOKENIZER_BYTES = 256 << 20  # published ones of 256,000 ids have about 35 MB
-LARGEST_GROWTH = 64
+_LARGEST_GROWTH = 64
 """How many times as long a text may become by the replacements of a normalizer or decoder."""
 _LONGEST_PREFIX = 1024
 _FREE_IDS, _MOST_IDS_PER_TOKEN = 1 << 16, 16  # ids without a token have a row of the embedding too
@@ -255,11 +255,11 @@ def _require_bounded_growth(path: Path, part: dict[str, Any]) -> None:
         else:  # e.g. lower case: what was inserted may have become any other character
             inserted = [(None, max((growth for _, growth in inserted), default=1.0))]
     growth = max((growth for _, growth in inserted), default=1.0)
-    if growth > LARGEST_GROWTH or prefixes > _LONGEST_PREFIX:
+    if growth > _LARGEST_GROWTH or prefixes > _LONGEST_PREFIX:
         raise ConfigError(
             f"tokenizer file {path} has a normalizer or decoder that makes a text up to {growth:.3g} times as long and "
-            f"puts {prefixes} characters before it: at most {LARGEST_GROWTH} and {_LONGEST_PREFIX} are read, because a "
-            "page of text would fill the memory. Use another tokenizer."
+            f"puts {prefixes} characters before it: at most {_LARGEST_GROWTH} and {_LONGEST_PREFIX} are read, because "
+            "a page of text would fill the memory. Use another tokenizer."
         )
 
 

@@ -27,7 +27,7 @@ def load_reference(
 ) -> LoadedModel:
     """A dense model that `nsa convert` reads, with its own kinds of layers, or anything that `load_model` takes."""
     folder = Path(path)
-    if not is_source(folder):
+    if not _is_source(folder):
         return load_model(folder, device=device, dtype=dtype, key=key, on_rejected=on_rejected, needs_text=False)
     source = open_source(folder)
     config, weights = source.model.config, read_source(source)
@@ -37,7 +37,7 @@ def load_reference(
     return loaded
 
 
-def is_source(folder: Path) -> bool:
+def _is_source(folder: Path) -> bool:
     """Whether a folder holds a model of other software, by its config.json."""
     config = folder / CONFIG
     return config.exists() and read_json(config).get("model_type") != NSAConfig.model_type

@@ -93,7 +93,7 @@ def activations(
     head_casts = one.width * head_weights if one.autocast else 0
     saved = {kind: block.saved() + casts[kind] for kind, block in blocks.items()}
     results = {kind: block.operator_results() for kind, block in blocks.items()}
-    workspace = workspace_bytes(config, one)
+    workspace = _workspace_bytes(config, one)
     head = _head(config, one) + head_casts
     loss_forward, loss_backward = _loss(config, one, head_weights)
     during = {
@@ -275,7 +275,7 @@ def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, 
     return of_hidden + FP32 * head_weights + forward, 2 * of_hidden + (2 * FP32 + one.width) * head_weights
 
 
-def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
+def _workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
     """Largest temporary memory of the kernels that will run: the backward pass of the selected branch, if any."""
     if not {*SELECTING_KINDS} & {*config.model.attention}:
         return _packed_keys(config, one)

@@ -26,7 +26,7 @@ def branch_shares(config: RunConfig) -> list[BranchShare]:
     reads = {branch: total / length for branch, total in totals.items()}
     per_read = 2 * model.n_heads * (model.d_k + model.d_v)
     selection = 2 * model.n_heads * model.d_k * reads["compressed"]
-    last = reads_of_last(geometry, length, merged)
+    last = _reads_of_last(geometry, length, merged)
     attended = BRANCH_ORDER[1:] if merged else BRANCH_ORDER
     return [
         BranchShare(
@@ -39,7 +39,7 @@ def branch_shares(config: RunConfig) -> list[BranchShare]:
     ]
 
 
-def reads_of_last(geometry: Geometry, length: int, merged: bool = False) -> dict[str, int]:
+def _reads_of_last(geometry: Geometry, length: int, merged: bool = False) -> dict[str, int]:
     """Keys that the last query of a row reads in each branch. `merged`: blocks are of the tokens before the window."""
     selectable = max(0, length - geometry.w) if merged else length
     return {

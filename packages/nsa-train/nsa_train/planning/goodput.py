@@ -9,21 +9,21 @@ from math import sqrt
 
 LLAMA3_GPU_HOURS = 16_384 * 54 * 24 / 419
 """GPU-hours per interruption in the pretraining of Llama 3: 419 unexpected ones in 54 days on 16,384 GPUs."""
-RESTART_S = 600.0
+_RESTART_S = 600.0
 """Assumed: from a failure to the next step, with detection, rendezvous and loading."""
-STORAGE_GB_S = 2.0
+_STORAGE_GB_S = 2.0
 """Assumed: written to storage by one node."""
-STAGING_GB_S = 10.0
+_STAGING_GB_S = 10.0
 """Assumed: copied from a GPU to the host, which a save in the background waits for."""
-FIXED_SAVE_S = 2.0
+_FIXED_SAVE_S = 2.0
 """Assumed: planning a save and its barriers."""
 
 
 @dataclass(frozen=True)
 class FailureModel:
     gpu_hours_per_failure: float = LLAMA3_GPU_HOURS
-    restart_s: float = RESTART_S
-    storage_gb_s: float = STORAGE_GB_S
+    restart_s: float = _RESTART_S
+    storage_gb_s: float = _STORAGE_GB_S
 
     def mtbf_s(self, gpus: int) -> float:
         """Mean time between failures of any of so many GPUs."""
@@ -32,8 +32,8 @@ class FailureModel:
     def save_s(self, checkpoint_bytes: float, gpus: int, writers: int, nodes: int, *, background: bool) -> float:
         """For which a save stops training. `writers`: ranks that have a share of the checkpoint to write."""
         if background:
-            return FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * STAGING_GB_S)
-        return FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
+            return _FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * _STAGING_GB_S)
+        return _FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
 
     def write_s(self, checkpoint_bytes: float, nodes: int) -> float:
         """Until a checkpoint is stored, by the nodes that hold a share of it."""

@@ -9,7 +9,7 @@ from nsa_train.config.layer import nearest
 from nsa_train.planning.host_memory import host_memory
 
 CPU = "cpu"
-HERE = "here"
+_HERE = "here"
 RANKS_PER_NODE = 8
 """GPUs that a node of rented hardware has; only hsdp without parallel.shard_ranks asks."""
 
@@ -72,14 +72,14 @@ _CORE_TFLOPS = 0.05  # one core's vector units, in round figures
 def parse_target(text: str, runtime_device: str = "auto") -> HardwareTarget:
     """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2; `here` is this machine, as `runtime.device` makes use of it."""
     name, colon, count = text.strip().lower().partition(":")
-    if name not in (HERE, *DEVICES):
-        guess = nearest(name, (HERE, *DEVICES))
+    if name not in (_HERE, *DEVICES):
+        guess = nearest(name, (_HERE, *DEVICES))
         hint = f"Did you mean {guess}?" if guess else "Choose one."
-        raise ConfigError(f"--target {text} names no hardware that is known: {HERE}, {', '.join(DEVICES)}. {hint}")
+        raise ConfigError(f"--target {text} names no hardware that is known: {_HERE}, {', '.join(DEVICES)}. {hint}")
     if colon and (not count.isdecimal() or int(count) < 1):
         raise ConfigError(f"--target {text}: after the colon stands how many there are. Write e.g. {name}:2.")
     ranks = int(count) if colon else 1
-    return hardware_here(runtime_device, ranks) if name == HERE else HardwareTarget(DEVICES[name], ranks)
+    return hardware_here(runtime_device, ranks) if name == _HERE else HardwareTarget(DEVICES[name], ranks)
 
 
 def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> HardwareTarget:

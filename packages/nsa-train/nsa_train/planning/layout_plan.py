@@ -17,11 +17,11 @@ from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
 from nsa_train.planning.model_figures import ModelFigures, model_figures
 from nsa_train.planning.resource_rules import SAFE_MEMORY
 
-LINK_SHARE = 0.8
+_LINK_SHARE = 0.8
 """Assumed: share of a link's speed that a collective reaches."""
-CALL_S = 20e-6
+_CALL_S = 20e-6
 """Assumed: time of a collective besides its bytes, and …"""
-CALL_S_PER_RANK = 0.2e-6
+_CALL_S_PER_RANK = 0.2e-6
 """… for each of its ranks."""
 
 
@@ -114,7 +114,7 @@ def plan_layouts(
         if isinstance(layout, ImpossibleSplit):
             impossible.append(layout)
             continue
-        figures.append(layout_figures(config, layout, target, vocab_size, model, failures, efficiency, price))
+        figures.append(_layout_figures(config, layout, target, vocab_size, model, failures, efficiency, price))
         progress(f"comparing layouts: {len(figures)}")
     fitting = sorted((each for each in figures if each.fits), key=lambda each: -each.tokens_per_s)
     splits = {_split(each) for each in fitting}
@@ -130,7 +130,7 @@ def plan_layouts(
     )
 
 
-def layout_figures(
+def _layout_figures(
     config: RunConfig,
     layout: ParallelLayout,
     target: HardwareTarget,
@@ -146,12 +146,12 @@ def layout_figures(
     return LayoutFigures(
         layout,
         run_estimate,
-        tuple(link_traffic(use, target) for use in uses),
-        best_goodput(divided, target, run_estimate.checkpoint_bytes, failures),
+        tuple(_link_traffic(use, target) for use in uses),
+        _best_goodput(divided, target, run_estimate.checkpoint_bytes, failures),
     )
 
 
-def link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
+def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
     """Time of a ring. Between nodes a group has the network cards of all its ranks on a node, as far as the links
     inside carry it."""
     group, device = use.group, target.device
@@ -160,11 +160,11 @@ def link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
     if not in_node:
         speed = min(speed, device.network_gb_s * group.ranks_in_node(RANKS_PER_NODE))
     received = group.received(use.total.n_bytes)
-    calls_s = use.total.calls * (CALL_S + CALL_S_PER_RANK * group.size)
-    return LinkTraffic(use, in_node, received, received / (1e9 * LINK_SHARE * speed) + calls_s)
+    calls_s = use.total.calls * (_CALL_S + _CALL_S_PER_RANK * group.size)
+    return LinkTraffic(use, in_node, received, received / (1e9 * _LINK_SHARE * speed) + calls_s)
 
 
-def best_goodput(
+def _best_goodput(
     config: RunConfig, target: HardwareTarget, checkpoint_bytes: int, failures: FailureModel
 ) -> RunGoodput:
     """At the interval that loses least, or that in which a checkpoint is stored if that is longer."""

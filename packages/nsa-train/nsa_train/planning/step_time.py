@@ -27,7 +27,7 @@ _MODELLED_LIKE = "a100"
 BACKENDS = {True: ("triton", "portable"), False: ("cpu", "portable")}
 """On a GPU, and on a CPU: those that an estimate compares, the fastest first."""
 _SLOWEST_FIRST = ("reference", "portable", "triton", "cpu")
-CPU_EFFICIENCY = 0.1
+_CPU_EFFICIENCY = 0.1
 _CPU_PORTABLE_SLOWDOWN = 4.0  # measured on two cores: 3 to 5
 _REST_EFFICIENCY = 0.25  # matrix products of a 125M model on an A100
 _BANDWIDTH_SHARE = 0.85
@@ -93,7 +93,7 @@ def time_at_efficiency(
 def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend: str) -> StepTime:
     """With this backend in every branch."""
     if not target.device.is_gpu:
-        compiled = time_at_efficiency(config, target, work, CPU_EFFICIENCY, "assumed, rounded")
+        compiled = time_at_efficiency(config, target, work, _CPU_EFFICIENCY, "assumed, rounded")
         if backend == "cpu":
             return compiled
         source = f"assumed: {_CPU_PORTABLE_SLOWDOWN:.0f} times the cpu backend's (3 to 5 times measured)"
@@ -108,14 +108,14 @@ def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend
         seconds = work.tokens * work.attention_flops / (peak * share)
         as_on = f" as on {like}" if like not in target.device.name else ""
         return StepTime(seconds + rest_s, f"modelled: attention at {share:.0%} of peak{as_on}, {rest}")
-    moved = portable_bytes_per_token(config, recomputed=work.recomputes_attention)
+    moved = _portable_bytes_per_token(config, recomputed=work.recomputes_attention)
     seconds = work.tokens * moved / (target.count * _BANDWIDTH_SHARE * bandwidth)
     least = "at least; " if backend == "reference" else ""
     source = f"{least}calculated: attention moves {moved / 1e6:.0f} MB per token through memory, {rest}"
     return StepTime(seconds + rest_s, source)
 
 
-def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
+def _portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
     """Through memory, all layers, by the portable backend, in fp32: passes × copied rows + passes × scores.
 
     In packed rows a selected block lies across two windows of keys, each with a copy of the query and its result. A

@@ -12,7 +12,7 @@ from nsa_train.config.model_sections import SparseAttentionConfig
 from nsa_train.convert.import_folder import import_folder
 from nsa_train.convert.model_settings import exported_config
 from nsa_train.infer.evaluation.agreement import agreement_with
-from nsa_train.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
+from nsa_train.infer.evaluation.layer_harm import _advised_layers, harmful_layers, layers_record, passes_over_rows
 from nsa_train.infer.layer_variants import require_same_but_kinds, with_layer_kinds
 from nsa_train.infer.load_model import load_model
 from tests.nsa_train.convert.dense_sources import token_ids
@@ -144,7 +144,7 @@ def test_rows_within_the_covered_length_lead_to_no_advice(tmp_path):
     ],
 )
 def test_layers_are_advised_until_half_of_the_harm_or_a_quarter_of_the_layers(harm, advised):
-    assert advised_layers([(10 + layer, value) for layer, value in enumerate(harm)]) == [10 + each for each in advised]
+    assert _advised_layers([(10 + layer, value) for layer, value in enumerate(harm)]) == [10 + each for each in advised]
 
 
 def test_models_whose_layers_cannot_be_exchanged_are_refused(tmp_path):

@@ -13,7 +13,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.options import CONVERSION_MIXES, AttentionKind
 from nsa_train.convert.dense.source_model import SourceModel
 
-PHIS_OF_CONVERSION = phis(lambda operator: operator.starts_near_mean)
+_PHIS_OF_CONVERSION = phis(lambda operator: operator.starts_near_mean)
 """φ that start as the mean or close to it, and keep scores relative to positions when they are trained."""
 _KIND_OF_MIX: dict[str, AttentionKind] = {"merged": "merged", "gated": "nsa"}
 
@@ -66,10 +66,10 @@ def converted_config(model: SourceModel, options: ConversionOptions | None) -> N
     options = options or ConversionOptions()
     if options.mix not in CONVERSION_MIXES:
         raise ConfigError(f"--mix is {options.mix!r:.40}. Use one of: {', '.join(CONVERSION_MIXES)}.")
-    if options.phi not in PHIS_OF_CONVERSION:
+    if options.phi not in _PHIS_OF_CONVERSION:
         raise ConfigError(
             f"--phi is {options.phi!r:.40}: a conversion starts with a φ close to the mean of the keys. Use one of: "
-            f"{', '.join(PHIS_OF_CONVERSION)}."
+            f"{', '.join(_PHIS_OF_CONVERSION)}."
         )
     more: dict[str, Any] = {"gate": "tanh", "sliding_gate_init": 0.0} if options.mix == "gated" else {}
     if options.mix == "merged" and OPERATORS[options.phi].has_weights:

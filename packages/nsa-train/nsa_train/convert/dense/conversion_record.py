@@ -10,7 +10,7 @@ from nsa.errors import CheckpointError
 from nsa_train.convert.folder_files import read_json
 
 CONVERSION = "conversion.json"
-FORMAT = 1
+_FORMAT = 1
 _HASH_DIGITS = 64
 
 
@@ -32,7 +32,7 @@ class ConversionRecord:
     """Of nsa-train."""
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
         (folder / CONVERSION).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
@@ -52,8 +52,8 @@ class ConversionRecord:
         for key in values.keys() | expected.keys():
             if key not in values or type(values[key]) is not expected.get(key):
                 raise CheckpointError(f"{where} has {key}={values.get(key)!r:.80}: it is not a record of this version.")
-        if values.pop("format") != FORMAT:
-            raise CheckpointError(f"{where} is of another version than {FORMAT}, which this version reads.")
+        if values.pop("format") != _FORMAT:
+            raise CheckpointError(f"{where} is of another version than {_FORMAT}, which this version reads.")
         if not all(isinstance(value, str) and len(value) == _HASH_DIGITS for value in values["tensors"].values()):
             raise CheckpointError(f"{where} has a tensor without the SHA-256 of its values.")
         if not all(isinstance(name, str) for name in values["files"].values()):

@@ -20,7 +20,7 @@ from nsa_train.convert.dense.source_model import SourceModel
 from nsa_train.convert.dense.source_tensors import SourceNames
 from nsa_train.convert.folder_files import require_plausible_numbers
 
-FLA_ARCHITECTURE = "NSAForCausalLM"
+_FLA_ARCHITECTURE = "NSAForCausalLM"
 FLA_QUERY = "model.layers.0.attn.q_proj.weight"
 _NAMES = SourceNames(
     block={
@@ -59,9 +59,9 @@ def parse_fla_config(values: Mapping[str, Any], where: Path, query_rows: Callabl
     query_rows: of the first layer's query projection. The width of a head follows from it: that package's model leaves
     `head_dim` of its config unused.
     """
-    if values.get("architectures") not in (None, [FLA_ARCHITECTURE]):
+    if values.get("architectures") not in (None, [_FLA_ARCHITECTURE]):
         raise CheckpointError(
-            f"{where} has architectures={values.get('architectures')!r:.60}: {FLA_ARCHITECTURE} is read."
+            f"{where} has architectures={values.get('architectures')!r:.60}: {_FLA_ARCHITECTURE} is read."
         )
     require_plausible_numbers(values, where)
     settings = {key: values.get(key, default) for key, default in _DEFAULTS.items()}
@@ -86,7 +86,7 @@ def parse_fla_config(values: Mapping[str, Any], where: Path, query_rows: Callabl
         raise CheckpointError(f"{where} has num_hidden_layers={layers!r:.40}: up to {MOST_LAYERS:,} are read.")
     kind: AttentionKind = "nsa"
     try:
-        model = SourceModel(FLA_ARCHITECTURE, _NAMES, _arguments(settings, rows // heads), (kind,) * layers)
+        model = SourceModel(_FLA_ARCHITECTURE, _NAMES, _arguments(settings, rows // heads), (kind,) * layers)
         _ = model.config  # checks types and rules
     except (StrictDataclassError, ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{where} does not describe a model ({error}).") from error

@@ -8,7 +8,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.options import AttentionKind
 from nsa_train.convert.dense.source_tensors import SourceNames
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SourceModel:
         return NSAConfig(**{**self.arguments, "attention": shortest_pattern(kinds), **changes})
 
 
-def shortest_pattern(values: Sequence[T]) -> T | list[T]:
+def shortest_pattern(values: Sequence[_T]) -> _T | list[_T]:
     """The shortest beginning that gives all values when it is repeated and cut; of one value, that value."""
     for length in range(1, len(values) + 1):
         if all(value == values[place % length] for place, value in enumerate(values)):

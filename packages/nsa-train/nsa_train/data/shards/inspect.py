@@ -129,7 +129,7 @@ class DocumentStart:
     ids: list[int]
 
 
-class VerifiedBlocks:
+class _VerifiedBlocks:
     """Reads parts of an open token file; every block is compared with its hash in the index, the last one is kept."""
 
     def __init__(self, file: Any, shard: ShardInfo, index: ShardIndex) -> None:
@@ -163,7 +163,7 @@ def first_documents(
         ends = index.ends.tolist()
         ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
         with folder.open_random(f"{shard.name}.tok") as file:
-            blocks = VerifiedBlocks(file, shard, index)
+            blocks = _VerifiedBlocks(file, shard, index)
             for number in range(min(len(ends), documents - len(starts))):
                 first = ends[number - 1] if number else 0
                 length = min(ends[number] - first, max_tokens)

@@ -10,7 +10,7 @@ from typing import Any
 
 from nsa_train.data.source.kinds import FILE_KINDS
 
-SHOWN_NAMES = 5
+_SHOWN_NAMES = 5
 
 # Why something was not used, in the order of the table. Each counts files, unless it says otherwise.
 HIDDEN = "hidden (name starts with a dot)"
@@ -24,7 +24,7 @@ BINARY = "binary content"
 BAD_ENCODING = "unknown encoding"
 BAD_LINES = "bad JSON lines"
 DUPLICATES = "duplicate documents"
-SKIP_REASONS = (
+_SKIP_REASONS = (
     UNREADABLE, BINARY, BAD_ENCODING, BAD_LINES, EMPTY, EMPTY_RECORDS, DUPLICATES, UNKNOWN_ENDING, HIDDEN, FOLDER_LINK,
     NOT_A_FILE,
 )  # fmt: skip
@@ -39,7 +39,7 @@ class NamedCount:
 
     def add(self, names: list[str], count: int) -> None:
         self.count += count
-        self.first += names[: SHOWN_NAMES - len(self.first)]
+        self.first += names[: _SHOWN_NAMES - len(self.first)]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class ReadReport:
         """In a fixed order, for the same bytes whatever was read first."""
         return {
             "kinds": {kind: vars(self.kinds[kind]) for kind in FILE_KINDS if kind in self.kinds},
-            "skipped": {reason: vars(self.skipped[reason]) for reason in SKIP_REASONS if reason in self.skipped},
+            "skipped": {reason: vars(self.skipped[reason]) for reason in _SKIP_REASONS if reason in self.skipped},
             "encodings": {name: vars(self.encodings[name]) for name in sorted(self.encodings)},
         }
 

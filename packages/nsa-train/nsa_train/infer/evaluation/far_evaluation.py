@@ -44,9 +44,9 @@ class FarCell:
             | {
                 "chance": 1 / self.candidates,
                 "accuracy": self.chosen / self.examples,
-                "accuracy_interval": list(wilson_interval(self.chosen, self.examples)),
+                "accuracy_interval": list(_wilson_interval(self.chosen, self.examples)),
                 "exact_match": self.exact / self.examples,
-                "exact_match_interval": list(wilson_interval(self.exact, self.examples)),
+                "exact_match_interval": list(_wilson_interval(self.exact, self.examples)),
             }
         )
 
@@ -87,7 +87,7 @@ def evaluate_far_task(
     return cells
 
 
-def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
+def _wilson_interval(hits: int, trials: int) -> tuple[float, float]:
     """95 % confidence interval of a share; also good near 0 and 1, and for few trials."""
     share, z2 = hits / trials, _Z**2
     middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from nsa.errors import ConfigError
 from nsa_train.infer.evaluation.hay import HayText
 
-CANDIDATES = 8
+_CANDIDATES = 8
 CHAINS, HOPS = 4, 3
-PAIRS = 16
+_PAIRS = 16
 _SENTENCE_ENDS = (".", "!", "?", ":")
 _BACK_TO_SENTENCE = 40
 """Words that a hidden sentence is moved back at most, to stand between two sentences of the hay; a tenth of all at
@@ -40,10 +40,10 @@ pigeon pillow rabbit raven saddle sailor sparrow spider temple thistle tiger tun
 """
 _ADJECTIVES, _NOUNS = _ADJECTIVE_LIST.split(), _NOUN_LIST.split()
 
-CountTokens = Callable[[str], int]
+_CountTokens = Callable[[str], int]
 
 
-class TaskText(NamedTuple):
+class _TaskText(NamedTuple):
     """What a task hides and asks, without the hay."""
 
     groups: tuple[tuple[str, ...], ...]
@@ -69,7 +69,7 @@ class FarExample:
 
 
 def make_example(
-    task: str, hay: HayText, count_tokens: CountTokens, *, length: int, depth: float, number: int, seed: int = 0
+    task: str, hay: HayText, count_tokens: _CountTokens, *, length: int, depth: float, number: int, seed: int = 0
 ) -> FarExample:
     """Example `number`: as many words of hay as fit into `length` tokens, the answer included."""
     digest = hashlib.blake2b(repr((task, length, depth, number, seed)).encode(), digest_size=8).digest()
@@ -161,26 +161,26 @@ class _Names:
         raise ConfigError(f"{self._source} holds all of 1,000 drawn names or numbers. Give another text as --hay.")
 
 
-def _needle(names: _Names) -> TaskText:
+def _needle(names: _Names) -> _TaskText:
     return _needles(names, keys=1)
 
 
-def _needle_multikey(names: _Names) -> TaskText:
-    return _needles(names, keys=CANDIDATES)
+def _needle_multikey(names: _Names) -> _TaskText:
+    return _needles(names, keys=_CANDIDATES)
 
 
-def _needles(names: _Names, keys: int) -> TaskText:
+def _needles(names: _Names, keys: int) -> _TaskText:
     """With fewer keys than candidates, the others are numbers that do not occur."""
     asked = names.name()
     others = [names.name() for _ in range(keys - 1)]
-    numbers = [names.number() for _ in range(CANDIDATES)]
+    numbers = [names.number() for _ in range(_CANDIDATES)]
     fact = "The secret number of the {} is"
     sentences = [(f"{fact.format(name)} {value}.",) for name, value in zip([asked, *others], numbers, strict=False)]
     question = f"\n\nWhat is the secret number of the {asked}? {fact.format(asked)}"
     return _task(names, sentences, question, [f" {value}." for value in numbers])
 
 
-def _variable_tracking(names: _Names) -> TaskText:
+def _variable_tracking(names: _Names) -> _TaskText:
     chains, numbers, asked = [], [], ""
     for _ in range(CHAINS):
         variables, value = [names.code() for _ in range(HOPS + 1)], names.number()
@@ -192,8 +192,8 @@ def _variable_tracking(names: _Names) -> TaskText:
     return _task(names, chains, question, [f" {value}." for value in numbers])
 
 
-def _associative_recall(names: _Names) -> TaskText:
-    pairs = [(names.code(), names.number()) for _ in range(PAIRS)]
+def _associative_recall(names: _Names) -> _TaskText:
+    pairs = [(names.code(), names.number()) for _ in range(_PAIRS)]
     lines = [f"{key} = {value}\n" for key, value in pairs]
     asked, _ = pairs[0]
     numbers = [f" {value}\n" for _, value in pairs]
@@ -201,12 +201,12 @@ def _associative_recall(names: _Names) -> TaskText:
     return _task(names, [("\n" + "".join(lines),)], f"\n\n{asked} =", numbers)
 
 
-def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answers: Sequence[str]) -> TaskText:
+def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answers: Sequence[str]) -> _TaskText:
     """The first of `answers` is the right one."""
-    return TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
+    return _TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
 
 
-FAR_TASKS: dict[str, Callable[[_Names], TaskText]] = {
+FAR_TASKS: dict[str, Callable[[_Names], _TaskText]] = {
     "needle": _needle,
     "needle_multikey": _needle_multikey,
     "variable_tracking": _variable_tracking,

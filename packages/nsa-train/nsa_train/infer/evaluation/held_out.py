@@ -23,7 +23,7 @@ from nsa_train.infer.load_model import LoadedModel
 from nsa_train.train import datasets
 from nsa_train.train.held_out_loss import LossSums, ScoreTokens, batch_inputs
 
-DEFAULT_ROWS = 256
+_DEFAULT_ROWS = 256
 
 
 def held_out_data(loaded: LoadedModel, source: str | None, seq_len: int | None) -> RowData:

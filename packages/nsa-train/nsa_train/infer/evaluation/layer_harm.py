@@ -27,11 +27,11 @@ from nsa_train.infer.evaluation.selection import mass_shares, selection_by_layer
 from nsa_train.infer.layer_variants import require_same_but_kinds, with_layer_kinds
 from nsa_train.train.held_out_loss import LossSums
 
-KEPT_HARM = 0.5
+_KEPT_HARM = 0.5
 """Layers are advised until they have this share of the harm of all."""
-KEPT_LAYERS = 0.25
+_KEPT_LAYERS = 0.25
 """At most this share of the sparse layers, and at least one."""
-SMALLEST_DIVERGENCE = 1e-6
+_SMALLEST_DIVERGENCE = 1e-6
 """Below it the models are equal up to rounding, and no layer is advised."""
 
 
@@ -65,12 +65,12 @@ class HarmfulLayers:
         return None if self.kept_divergence is None else 1 - self.kept_divergence / self.divergence
 
 
-def advised_layers(harm_by_layer: Sequence[tuple[int, float]]) -> list[int]:
+def _advised_layers(harm_by_layer: Sequence[tuple[int, float]]) -> list[int]:
     """The most harmful layers, until they have half of the harm of all, at most a quarter of the sparse layers."""
-    total, most = math.fsum(harm for _, harm in harm_by_layer), max(1, int(KEPT_LAYERS * len(harm_by_layer)))
+    total, most = math.fsum(harm for _, harm in harm_by_layer), max(1, int(_KEPT_LAYERS * len(harm_by_layer)))
     layers, reached = list[int](), 0.0
     for layer, harm in sorted(harm_by_layer, key=lambda each: (-each[1], each[0])):
-        if len(layers) == most or reached >= KEPT_HARM * total:
+        if len(layers) == most or reached >= _KEPT_HARM * total:
             break
         layers.append(layer)
         reached += harm
@@ -110,8 +110,8 @@ def harmful_layers(
     both_dense = [layer for layer, pair in enumerate(zip(kinds, dense, strict=True)) if pair == ("dense", "dense")]
     result = HarmfulLayers(whole, harms, already_dense=both_dense)
     can_be_dense = [(each.layer, each.harm) for each in harms if dense[each.layer] == "dense"]
-    if whole > SMALLEST_DIVERGENCE and can_be_dense:
-        result.advised = advised_layers(can_be_dense)
+    if whole > _SMALLEST_DIVERGENCE and can_be_dense:
+        result.advised = _advised_layers(can_be_dense)
         mixed = with_layer_kinds(model.config, _exchanged(kinds, dense, result.advised), {**of_reference, **of_model})
         result.kept_divergence = compare.of(mixed).loss
     return result

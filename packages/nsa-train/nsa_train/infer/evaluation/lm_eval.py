@@ -21,7 +21,7 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa_train.infer.load_model import LoadedModel, load_model
 from nsa_train.observe.evaluations import LM_EVAL
 
-MODEL_TYPE = "nsa"
+_MODEL_TYPE = "nsa"
 _OURS = ("--model", "-M", "--tasks", "-t", "--config", "-C")
 """Options that `nsa eval` sets itself."""
 _ENDLESS = ("ruler_vt", "ruler", "longcxt")
@@ -34,7 +34,7 @@ _loaded: dict[str, LoadedModel] = {}
 """Models that this process has loaded already, by the path they are known by here."""
 
 
-@register_model(MODEL_TYPE)
+@register_model(_MODEL_TYPE)
 class NSAHarnessModel(HFLM):
     """The harness's Transformers adapter over a model that is verified as `nsa generate` does it."""
 
@@ -68,7 +68,7 @@ def evaluate_with_harness(loaded: LoadedModel, tasks: str, words: Sequence[str])
     for word in words:
         if word.partition("=")[0] in _OURS:
             raise ConfigError(f"{word} is set by `nsa eval`. Use `python -m {__name__} run …` to set it yourself.")
-    require_finite(tasks.split(","), loaded)
+    _require_finite(tasks.split(","), loaded)
     path = str(loaded.source.path)
     with tempfile.TemporaryDirectory(prefix="nsa-lm-eval-") as folder:
         # RULER loads the tokenizer of its documents by name, and would trust code in a folder that is not ours.
@@ -78,14 +78,14 @@ def evaluate_with_harness(loaded: LoadedModel, tasks: str, words: Sequence[str])
         _loaded[path] = loaded
         try:
             with redirect_stdout(sys.stderr):
-                _run_command(["run", "--model", MODEL_TYPE, "--model_args", arguments, "--tasks", tasks, *options])
+                _run_command(["run", "--model", _MODEL_TYPE, "--model_args", arguments, "--tasks", tasks, *options])
         finally:
             del _loaded[path]
         out = Path(options[len(options) - 1 - options[::-1].index("--output_path") + 1])
         return _read_results(out)
 
 
-def require_finite(tasks: Sequence[str], loaded: LoadedModel) -> None:
+def _require_finite(tasks: Sequence[str], loaded: LoadedModel) -> None:
     """Raise for RULER's variable tracking with a tokenizer of about one token per character: it would never end."""
     n_tokens = len(loaded.encode([_SAMPLE])[0])
     if n_tokens > 0.8 * len(_SAMPLE) and (endless := sorted({*tasks} & {*_ENDLESS})):

@@ -85,13 +85,13 @@ class TransformersScorer:
         later = self._model.model(input_ids=rows, past_key_values=cache, use_cache=True).last_hidden_state
         last_NnD = first.last_hidden_state[:, -1:].expand(len(candidates), 1, -1)
         hidden_NnD = torch.cat([last_NnD, later[:, :-1]], 1)
-        return candidate_scores(hidden_NnD, self._model.lm_head.weight, candidates)
+        return _candidate_scores(hidden_NnD, self._model.lm_head.weight, candidates)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self._model.device)
 
 
-def candidate_scores(
+def _candidate_scores(
     hidden_NnD: Tensor, weight_VD: Tensor, candidates: Sequence[Sequence[int]]
 ) -> list[CandidateScore]:
     """From the last hidden states that predict each token of each candidate."""

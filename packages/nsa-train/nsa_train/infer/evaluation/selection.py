@@ -20,7 +20,7 @@ from nsa_train.data.rows.synthetic import AnswerPlace
 from nsa_train.infer.evaluation.fact_hits import FactHits, HitCounts
 from nsa_train.infer.evaluation.held_out import last_hidden_states
 
-AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
+_AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 """`SyntheticRows.answer_places`."""
 
 
@@ -48,7 +48,7 @@ def selection_by_layer(
     model: NSAForCausalLM,
     rows: Iterable[Batch],
     after_row: Callable[[], None] = lambda: None,
-    answer_places: AnswerPlaces = lambda row_ids: (),
+    answer_places: _AnswerPlaces = lambda row_ids: (),
 ) -> SelectionFigures:
     """answer_places: where the questions and facts of rows with these numbers lie."""
     figures = SelectionFigures()
