@@ -102,7 +102,7 @@ def _time_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
 
 
 def _print_counts(console: "Console", config: "RunConfig", plan: "LayoutPlan", counts: "StepCounts") -> None:
-    from nsa_train.planning.plan_check import compare_with_counts
+    from nsa_train.planning.layout_plan import compare_with_counts
 
     best = plan.ranked[0]
     divided = best.layout.applied(config)
@@ -178,7 +178,7 @@ def _table(console: "Console", headers: Sequence[str] | None, rows: Sequence[Seq
 
 
 def as_dict(config: "RunConfig", plan: "LayoutPlan", top: int, counts: "StepCounts | None") -> dict[str, Any]:
-    from nsa_train.planning.plan_check import compare_with_counts
+    from nsa_train.planning.layout_plan import compare_with_counts
 
     content: dict[str, Any] = {
         "target": str(plan.target),

@@ -123,7 +123,7 @@ class LoadedModel:
         return texts[0] if isinstance(prompt, str) else texts
 
     def generate_batch(self, prompts: Sequence[str], **settings: Any) -> BatchResult:
-        """The same with tokens, reasons for the end, speed and memory."""
+        """Continue prompts in one batch, with tokens, reasons for the end, speed and memory."""
         return generate_batch(self, self.encode(prompts), SamplingSettings(**settings))
 
 
@@ -219,7 +219,7 @@ def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     exported = open_exported(folder)
     chosen = choose_tokenizer(tokenizer, exported.tokenizer)
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
-    loaded = assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
+    loaded = _assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
     if loaded.text_tokenizer is not None:
         loaded.text_tokenizer.chat_template = _chat_template(folder)
     return loaded
@@ -250,10 +250,10 @@ def _of_run(
     renamed = to_transformers(tensors)
     rows = renamed[EMBEDDING].shape[0] if EMBEDDING in renamed else 0
     described = exported_config(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
-    return assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
+    return _assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
 
 
-def assemble_model(
+def _assemble_model(
     config: NSAConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
@@ -277,3 +277,33 @@ def assemble_model(
     model.tie_weights()
     reader = transformers_tokenizer(tokenizer, config.max_position_embeddings) if tokenizer is not None else None
     return LoadedModel(model, reader, source, prefill_chunk)
+
+
+def load_reference(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    key: bytes | None = None,
+    on_rejected: Callable[[CheckpointFinding], None] | None = None,
+) -> LoadedModel:
+    """Load a model to compare with: a dense one that `nsa convert` reads, as it is, or one that `load_model` takes."""
+    folder = Path(path)
+    if not _is_source(folder):
+        return load_model(folder, device=device, dtype=dtype, key=key, on_rejected=on_rejected, needs_text=False)
+
+    from nsa_train.convert.dense.copied_files import SourceTokenizer  # with the configs of all families it reads
+    from nsa_train.convert.dense.source_folder import open_source, read_source
+
+    source = open_source(folder)
+    config, weights = source.model.config, read_source(source)
+    tokenizer = SourceTokenizer(folder, config.vocab_size).tokenizer
+    loaded = _assemble_model(config, weights.tensors, tokenizer, ModelSource(folder, None), LoadedModel.prefill_chunk)
+    loaded.model.to(device=device, dtype=dtype).eval()
+    return loaded
+
+
+def _is_source(folder: Path) -> bool:
+    """Whether a folder holds a model of other software, by its config.json."""
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("model_type") != NSAConfig.model_type

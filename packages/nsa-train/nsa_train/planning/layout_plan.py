@@ -4,18 +4,20 @@ Times are modelled: compute as in `nsa_train.planning.step_time`, communication 
 links. Gathering weights and reducing gradients overlaps with compute; tensor and context parallelism does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from nsa.core.branches import BRANCH_ORDER
+from nsa.geometry import Geometry
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.branch_shares import BranchShare, branch_shares
-from nsa_train.planning.collective_bytes import OVERLAPPED, CollectiveUse, collectives, weight_shards
+from nsa_train.planning.collective_bytes import OVERLAPPED, CollectiveUse, by_group, collectives, weight_shards
 from nsa_train.planning.estimate import MemoryEstimate, RunEstimate, estimate
 from nsa_train.planning.goodput import FailureModel, RunGoodput
 from nsa_train.planning.hardware import RANKS_PER_NODE, HardwareTarget
 from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
 from nsa_train.planning.model_figures import ModelFigures, model_figures
 from nsa_train.planning.resource_rules import SAFE_MEMORY
+from nsa_train.planning.step_counts import StepCounts
 
 _LINK_SHARE = 0.8
 """Assumed: share of a link's speed that a collective reaches."""
@@ -71,7 +73,7 @@ class LayoutFigures:
 
     @property
     def wall_s(self) -> float:
-        """Of the whole run, with what failures and saving cost."""
+        """Duration of the whole run, with what failures and saving cost."""
         return self.estimate.steps * self.step_s / (1 - min(0.99, self.goodput.lost))
 
     @property
@@ -86,13 +88,27 @@ class LayoutFigures:
 
 
 @dataclass(frozen=True)
+class BranchShare:
+    """Share of an attention branch in the keys that queries read and in the FLOPs of a layer."""
+
+    branch: str
+    reads_of_last: int
+    """Keys that the last query reads, per kv group."""
+    reads: float
+    """Mean over the queries of the row."""
+    flops: float
+    """Forward FLOPs per token of one layer; the compressed branch with the scores that selection computes again. Of a
+    model of `merged` layers these alone: nothing attends to compressed keys."""
+
+
+@dataclass(frozen=True)
 class LayoutPlan:
     target: HardwareTarget
     figures: ModelFigures
     ranked: tuple[LayoutFigures, ...]
-    """Those that fit, the best of each data parallelism and split, the fastest first."""
+    """Layouts that fit, the best of each data parallelism and split, the fastest first."""
     too_large: tuple[LayoutFigures, ...]
-    """Of each split of which no layout fits, the smallest."""
+    """The smallest layout of each split of which none fits."""
     impossible: tuple[ImpossibleSplit, ...]
     considered: int
     branches: tuple[BranchShare, ...]
@@ -126,7 +142,7 @@ def plan_layouts(
         tuple(_first_of_each(left, _split)),
         tuple(impossible),
         len(figures),
-        tuple(branch_shares(config)),
+        tuple(_branch_shares(config)),
     )
 
 
@@ -188,3 +204,69 @@ def _first_of_each(
     for each in figures:
         first.setdefault(key(each), each)
     return list(first.values())
+
+
+def _branch_shares(config: RunConfig) -> list[BranchShare]:
+    """Shares of the branches at the sequence length of a run."""
+    model, geometry, length = config.model, config.nsa.geometry, config.train.seq_len
+    merged = not {"nsa", "global"} & {*model.attention} and "merged" in model.attention
+    totals = geometry.total_merged_reads(length) if merged else geometry.total_reads(length)
+    reads = {branch: total / length for branch, total in totals.items()}
+    per_read = 2 * model.n_heads * (model.d_k + model.d_v)
+    selection = 2 * model.n_heads * model.d_k * reads["compressed"]
+    last = _reads_of_last(geometry, length, merged)
+    attended = BRANCH_ORDER[1:] if merged else BRANCH_ORDER
+    return [
+        BranchShare(
+            branch,
+            last[branch],
+            reads[branch],
+            per_read * reads[branch] * (branch in attended) + (selection if branch == "compressed" else 0.0),
+        )
+        for branch in BRANCH_ORDER
+    ]
+
+
+def _reads_of_last(geometry: Geometry, length: int, merged: bool = False) -> dict[str, int]:
+    """Keys that the last query of a row reads in each branch. `merged`: blocks are of the tokens before the window."""
+    selectable = max(0, length - geometry.w) if merged else length
+    return {
+        "compressed": geometry.n_compressed(selectable),
+        "selected": geometry.n_selected_tokens(selectable),
+        "sliding": min(geometry.w, length),
+    }
+
+
+@dataclass(frozen=True)
+class CountedFigure:
+    """One figure of a step on one rank, as estimated and as a simulated step of the engine counted it."""
+
+    name: str
+    unit: str
+    estimated: float
+    executed: float
+
+    @property
+    def difference(self) -> float:
+        """Relative error of the estimate."""
+        return self.estimated / self.executed - 1 if self.executed else 0.0
+
+
+def compare_with_counts(
+    config: RunConfig, figures: LayoutFigures, model: ModelFigures, target: HardwareTarget, counts: StepCounts
+) -> Iterator[CountedFigure]:
+    """Compare the estimate of a layout with the counts of a simulated step; `config` is that of the layout.
+
+    The estimate's reserve, which no operator allocates, is left out.
+    """
+    memory = figures.memory
+    yield CountedFigure("held memory", "bytes", memory.weights + memory.optimizer, counts.held_bytes)
+    yield CountedFigure("peak memory", "bytes", memory.total - memory.reserve, counts.peak_bytes)
+    tokens = config.train.batch_size * counts.passes * config.train.seq_len / target.count
+    per_token = sum(figures.estimate.flops_per_token.values()) + figures.estimate.recomputed_flops_per_token
+    yield CountedFigure("FLOPs", "FLOP", tokens * per_token, counts.flops)
+    estimated = by_group(collectives(config, model, target.count, RANKS_PER_NODE, counts.passes))
+    for group, total in counts.collectives.items():
+        known = estimated.get(group)
+        name = f"{group.kind} among {group.size:,}, stride {group.stride:,}"
+        yield CountedFigure(name, "bytes", known.n_bytes if known else 0, total.n_bytes)

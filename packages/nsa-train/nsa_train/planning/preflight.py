@@ -6,9 +6,8 @@ from enum import StrEnum
 
 from nsa.errors import ConfigError, PreflightError
 from nsa_train.config.layer import nearest
-from nsa_train.planning.preflight_facts import PreflightFacts
+from nsa_train.planning.preflight_facts import PreflightFacts, RuleFinding
 from nsa_train.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
-from nsa_train.planning.rule_finding import RuleFinding
 
 
 class RuleStatus(StrEnum):

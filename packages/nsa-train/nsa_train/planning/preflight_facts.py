@@ -1,4 +1,4 @@
-"""Facts collected for preflight: config, hardware, estimate, dry-run result, run folder."""
+"""Facts collected for preflight (config, hardware, estimate, dry-run result, run folder) and findings of its rules."""
 
 import json
 import os
@@ -127,3 +127,17 @@ def _value(config: Any, key: str) -> Any:
 def _disk_free(path: Path) -> int | None:
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), None)
     return shutil.disk_usage(there).free if there is not None and os.access(there, os.R_OK) else None
+
+
+@dataclass(frozen=True)
+class RuleFinding:
+    """What a rule found. `holds` is None if it could not be checked; `what` then gives the reason."""
+
+    holds: bool | None
+    what: str
+    fix: str = ""
+
+
+def finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:
+    """A finding of a rule that was checked; `why` is the reason of the rule, shown only if it fails."""
+    return RuleFinding(holds, what if holds else f"{what}: {why}", fix)

@@ -10,9 +10,8 @@ from typing import Any
 
 from nsa_train.config.describe import plain
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts
+from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
 from nsa_train.planning.resource_rules import disk, fast_kernels, gradient_checkpointing, memory
-from nsa_train.planning.rule_finding import RuleFinding, finding
 
 LONG_RUN_STEPS = 5000
 _LONG_RUN_S = 2 * 3600.0

@@ -5,8 +5,7 @@ from dataclasses import replace
 from nsa.kernels.choice_text import kernels_text
 from nsa_train.planning.estimate import MemoryEstimate
 from nsa_train.planning.hardware import GIB
-from nsa_train.planning.preflight_facts import PreflightFacts
-from nsa_train.planning.rule_finding import RuleFinding, finding
+from nsa_train.planning.preflight_facts import PreflightFacts, RuleFinding, finding
 from nsa_train.planning.step_time import BACKENDS
 from nsa_train.run_model import wanted_kernels
 

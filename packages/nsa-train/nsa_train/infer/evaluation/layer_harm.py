@@ -8,23 +8,25 @@ are compared with those of the reference: KL(reference ‖ variant), mean over t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nsa.core.attention_config import OPTIONS
 from nsa.core.selection_quality import SelectionCounts
 from nsa.errors import ConfigError
+from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.model.loss import TokenScores
 from nsa.options import AttentionKind
+from nsa_train.convert.dense.source_model import shortest_pattern
 from nsa_train.data.rows.batch import Batch
 from nsa_train.infer.evaluation.agreement import compared_tokens
 from nsa_train.infer.evaluation.held_out import last_hidden_states
 from nsa_train.infer.evaluation.selection import mass_shares, selection_by_layer
-from nsa_train.infer.layer_variants import require_same_but_kinds, with_layer_kinds
 from nsa_train.train.held_out_loss import LossSums
 
 _KEPT_HARM = 0.5
@@ -33,6 +35,13 @@ _KEPT_LAYERS = 0.25
 """At most this share of the sparse layers, and at least one."""
 _SMALLEST_DIVERGENCE = 1e-6
 """Below it the models are equal up to rounding, and no layer is advised."""
+
+
+_OF_SPARSE_LAYERS = {"attention", *(each.exported for each in OPTIONS if each.setting.startswith("nsa."))}
+_NOT_COMPUTED_WITH = {
+    *("max_position_embeddings", "initializer_range", "use_cache", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+}
 
 
 @dataclass
@@ -88,7 +97,7 @@ def harmful_layers(
 
     The models must differ in the kinds of their layers alone, as after a conversion; weights may differ by training.
     """
-    require_same_but_kinds(model, reference)
+    _require_same_but_kinds(model, reference)
     kinds, dense = model.config.layer_kinds(), reference.config.layer_kinds()
     differing = [layer for layer, pair in enumerate(zip(kinds, dense, strict=True)) if pair[0] != pair[1]]
     if not differing:
@@ -170,3 +179,36 @@ def layers_record(result: HarmfulLayers, data: str, seq_len: int, rows: int, aga
         "advised": result.advised,
         "removed": result.removed,
     }
+
+
+def with_layer_kinds(
+    config: NSAConfig, kinds: Sequence[AttentionKind], tensors: Mapping[str, Tensor]
+) -> NSAForCausalLM:
+    """A model with layers of these kinds, which shares its tensors with the model that they come from."""
+    arguments = {name: getattr(config, name) for name in NSAConfig.names()}
+    arguments["attention"] = shortest_pattern(kinds)
+    with torch.device("meta"):  # its tensors are replaced by those that exist
+        model = NSAForCausalLM(NSAConfig(**arguments))
+    model.load_state_dict({name: tensors[name] for name in model.state_dict()}, assign=True)
+    model.tie_weights()
+    return model.eval()
+
+
+def _require_same_but_kinds(model: NSAForCausalLM, reference: NSAForCausalLM) -> None:
+    """Raise unless the two differ in kinds and options of sparse layers alone, so that layers can be exchanged."""
+    free = _OF_SPARSE_LAYERS | _NOT_COMPUTED_WITH | (set() if model.config.qk_norm else {"qk_norm_eps", "qk_norm_per"})
+    for name in NSAConfig.names():
+        values = getattr(model.config, name), getattr(reference.config, name)
+        if name not in free and (values[0] or None) != (values[1] or None):
+            raise ConfigError(
+                f"the models have {name} {values[0]} and {values[1]}: layers can be exchanged only between a model and "
+                f"the dense model it was converted from. Leave the task out, or name that model with --against."
+            )
+    own, other = model.state_dict(), reference.state_dict()
+    for name in sorted(own.keys() & other.keys()):
+        if own[name].shape != other[name].shape:
+            raise ConfigError(
+                f"{name} is {list(own[name].shape)} in one model and {list(other[name].shape)} in the other: layers "
+                f"can be exchanged only if they share keys and values (nsa.kv=shared), as after `nsa convert`. Leave "
+                f"the task out."
+            )
