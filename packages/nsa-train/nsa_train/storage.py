@@ -271,5 +271,5 @@ def _boto3_session(credentials: Any, variables: tuple[tuple[str, str], ...]) -> 
 
 
 def _plain_s3_checksums() -> None:
-    """Some S3 services (Ceph 16) refuse the client's trailing checksums with status 411; a user's own choice wins."""
+    """Turn off trailing checksums, which some S3 services (Ceph 16) refuse with 411; a user's own choice wins."""
     os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")

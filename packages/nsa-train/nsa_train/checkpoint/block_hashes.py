@@ -101,7 +101,7 @@ class HashedFile:
         return memoryview(content).nbytes
 
     def flush(self) -> None:
-        """Does nothing: torch.save flushes after every tensor."""
+        """Do nothing: torch.save flushes after every tensor."""
 
     def tell(self) -> int:
         return self._hasher.bytes

@@ -155,7 +155,7 @@ class CheckpointFolder:
         return ResumableCheckpoint(None, None, tuple(passed_over))
 
     def staging(self, step: int) -> Path:
-        """Where the ranks write: the same path on every rank. Rank 0 calls `begin` first."""
+        """The folder into which the ranks write, with one path on every rank. Rank 0 calls `begin` first."""
         return self.path / f"{names.SAVING}{names.step_name(step)}"
 
     def begin(self, step: int) -> Path:

@@ -24,7 +24,7 @@ from nsa.errors import CheckpointError
 
 SMALLEST_PIECE_BYTES = 1 << 20
 _MOST_PIECES = 1 << 17
-"""Of all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
+"""Limit for all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
 
 Numbers = tuple[int, ...]
 
@@ -33,7 +33,7 @@ Numbers = tuple[int, ...]
 class PlannedTensor:
     name: str
     size: Numbers
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     properties: TensorProperties
 
 

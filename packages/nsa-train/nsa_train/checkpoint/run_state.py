@@ -26,7 +26,7 @@ TOKENIZER_RECORD = "tokenizer"
 
 
 def _fingerprint(config: Mapping[str, Any]) -> str:
-    """The same for equal settings, whatever their order."""
+    """Hash of a run's settings, independent of their order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -44,19 +44,19 @@ class RunRecord:
     """Other values of the trainer, as JSON."""
 
     def write(self, checkpoint: Path) -> None:
-        """Into a staging folder, on rank 0."""
+        """Write state.json into a staging folder, on rank 0."""
         values = {"format": _FORMAT, "config_fingerprint": _fingerprint(self.config), **asdict(self)}
         _write_json(checkpoint / STATE, values)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """From a verified checkpoint, on any rank."""
+        """Read the record of a verified checkpoint, on any rank."""
         path = checkpoint / STATE
         return cls.parse(_read_bytes(path), path)
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
-        """From the bytes of a file; `path` is for messages."""
+        """Read a record from the bytes of a file; `path` is for messages."""
         values = _parse_json(raw, path)
         try:
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")

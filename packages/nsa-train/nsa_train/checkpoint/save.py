@@ -143,7 +143,7 @@ def write_index(path: Path, metadata: Metadata, written: Sequence[WrittenFiles])
 
 
 def _locations(metadata: Metadata, written: Sequence[WrittenFiles]) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each piece is. Strings and offsets are those of `metadata`: pickle writes an object once."""
+    """Location of each piece. Strings and offsets are those of `metadata`: pickle writes an object once."""
     known = {name: name for name in metadata.state_dict_metadata}
     offsets = {
         chunk.offsets: chunk.offsets
@@ -177,7 +177,7 @@ def _write_item(file: HashedFile, value: object, item: WriteItem) -> None:
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Of the piece itself; DCP's `tensor_storage_size` is that of the whole tensor."""
+    """Size of the piece itself; DCP's `tensor_storage_size` is that of the whole tensor."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 

@@ -57,9 +57,9 @@ class SavePlanCache:
     sent: RankPieces | None = None
     final: SavePlan = field(default_factory=lambda: SavePlan([]))
     ranks: list[RankPieces] = field(default_factory=list)
-    """On rank 0: what every rank sent."""
+    """What every rank sent; on rank 0 alone."""
     index: Metadata | None = None
-    """On rank 0."""
+    """The index of the checkpoint; on rank 0 alone."""
 
 
 class SharedSavePlanner(DefaultSavePlanner):
@@ -109,7 +109,7 @@ class SharedSavePlanner(DefaultSavePlanner):
 
 
 def _offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
-    """What this rank can write of a flat state dict; of tensors replicated over a mesh, its share."""
+    """List what this rank can write of a flat state dict; of tensors replicated over a mesh, its share."""
     tensors: list[PlannedTensor] = []
     values: list[str] = []
     properties: dict[object, TensorProperties] = {}  # equal ones as one object, which pickle writes once

@@ -18,7 +18,7 @@ from nsa_train.checkpoint.transfer import S3Prefix
 _log = logging.getLogger(__name__)
 
 _MOST_REASONS = 3
-"""Of ranks that failed: each names files of its own, and there may be thousands."""
+"""Reasons shown of ranks that failed: each names files of its own, and there may be thousands."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def evaluate(
 def _run(
     loaded: "LoadedModel", request: "EvaluationRequest", reference: "LoadedModel | None"
 ) -> dict[str, dict[str, Any]]:
-    """With a progress bar on stderr."""
+    """Evaluate with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

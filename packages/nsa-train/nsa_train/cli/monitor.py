@@ -89,7 +89,7 @@ class _MonitorScreen:
         self._shown = rendered
 
     def clear(self) -> None:
-        """Before exiting: a terminal multiplexer that was resized would keep some lines."""
+        """Clear the screen before exiting: a terminal multiplexer that was resized would keep some lines."""
         self._console.file.write("\x1b[H\x1b[J")
 
     def _rendered(self, line: "Text") -> str:

@@ -67,7 +67,7 @@ def compare(
 
 
 def _comparison(runs: "list[RunData]") -> dict[str, Any]:
-    """As `--json` prints it. Times are in seconds; null is unknown."""
+    """The comparison as `--json` prints it. Times are in seconds; null is unknown."""
     from nsa_train.observe.view.summary import differing_settings, summarize
 
     summaries = []

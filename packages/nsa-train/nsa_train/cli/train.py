@@ -135,7 +135,7 @@ class _PlainProgress:
 
 
 class _LiveProgress(_PlainProgress):
-    """On a terminal: one progress line that is updated in place, with permanent lines printed above it."""
+    """Progress on a terminal: one line that is updated in place, with permanent lines printed above it."""
 
     def __init__(self, console: Any) -> None:
         from rich.live import Live

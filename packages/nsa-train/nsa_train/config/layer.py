@@ -46,7 +46,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys: {"train": {"lr": 1}} → {"train.lr": 1}."""
+    """Flatten nested settings to dotted keys: {"train": {"lr": 1}} → {"train.lr": 1}."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

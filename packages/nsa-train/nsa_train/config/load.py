@@ -120,7 +120,7 @@ def _shorten_warmup(values: dict[str, GivenValue]) -> Iterator[str]:
 
 
 def _whole_number(value: GivenValue) -> int | None:
-    """None if the schema will refuse it; Python does not convert text of thousands of digits."""
+    """The number, or None if the schema will refuse it; Python does not convert text of thousands of digits."""
     text = str(value.text)
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 

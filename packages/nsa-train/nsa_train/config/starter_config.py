@@ -45,7 +45,7 @@ class ShippedConfig(NamedTuple):
     purpose: str
     hardware: str
     for_earlier_runs: bool
-    """Kept because scripts and earlier runs refer to it by name; not for new runs."""
+    """Whether it is shipped only because scripts and earlier runs refer to it by name."""
 
 
 def shipped_configs() -> list[ShippedConfig]:

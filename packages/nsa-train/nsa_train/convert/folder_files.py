@@ -11,7 +11,7 @@ from nsa.files import open_regular
 
 LARGEST_JSON_BYTES = 16 << 20
 _LARGEST_NUMBER = 2**31
-"""Of a size in a config.json."""
+"""Largest size that is accepted in a config.json."""
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -41,10 +41,10 @@ class ExportedModel:
     path: Path
     config: NSAConfig
     tensors: dict[str, Tensor]
-    """By the names of `NSAForCausalLM`; of tied embeddings only one."""
+    """Tensors by the names of `NSAForCausalLM`; of tied embeddings only one."""
     tokenizer: Tokenizer | None
     record: TrainingRecord | None
-    """None if the folder was not written by `nsa export hf`."""
+    """Record of the training; None if the folder was not written by `nsa export hf`."""
 
 
 def open_exported(folder: Path) -> ExportedModel:

@@ -33,7 +33,7 @@ def _tokenizer_options(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
-    """File name → content."""
+    """The files of a tokenizer for Transformers: name → content."""
     # Since Transformers 5 the class has another name of its own; every version knows this one.
     options = {**_tokenizer_options(tokenizer, max_length), "tokenizer_class": "PreTrainedTokenizerFast"}
     return {
@@ -43,7 +43,7 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
 
 
 def transformers_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer without files in between."""
+    """Make the Transformers tokenizer directly, without files in between."""
     return PreTrainedTokenizerFast(tokenizer_object=_engine(tokenizer), **_tokenizer_options(tokenizer, max_length))
 
 

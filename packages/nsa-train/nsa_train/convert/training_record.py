@@ -44,7 +44,7 @@ class TrainingRecord:
     """Step of the last evaluation up to the step."""
     data: str
     version: str
-    """Of nsa-train, at the time of the export."""
+    """Version of nsa-train at the time of the export."""
     license: str | None
     settings: Mapping[str, Any]
     """Settings of the run by section, without private ones."""
@@ -59,7 +59,7 @@ class TrainingRecord:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: object) -> Self:
-        """From JSON that may come from anyone; raises CheckpointError."""
+        """Read a record from JSON that may come from anyone; raises CheckpointError."""
         expected = {
             "format": int, "step": int, "tokens": int, "loss": (float, int, None), "held_out_step": (int, None),
             "held_out_loss": (float, int, None), "data": str, "version": str, "license": (str, None), "settings": dict,

@@ -41,7 +41,7 @@ class DocumentColumns:
 
 
 def make_document(id: object, text: str | None) -> Document:
-    """Without an id, use a hash of the text, which does not change with the files or their order."""
+    """Make a document; its id defaults to a hash of the text, which does not depend on the files or their order."""
     text = text or ""
     if id is None or id == "":
         id = "blake2b:" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

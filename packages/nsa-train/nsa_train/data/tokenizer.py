@@ -155,7 +155,7 @@ class JsonTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def to_json(self) -> str:
-        """Without padding, truncation and post-processor, which are not used here: every reader gets the same ids."""
+        """The tokenizer as JSON, without padding, truncation and post-processor: every reader gets the same ids."""
         unused = dict.fromkeys(("truncation", "padding", "post_processor"))
         return json.dumps({"version": "1.0", **unused, **self._parts, "decoder": self._decoder}, ensure_ascii=False)
 

@@ -40,7 +40,7 @@ class SamplingSettings:
     top_k: int | None = None
     top_p: float | None = 0.95
     seed: int | None = None
-    """None draws one, which the result records."""
+    """Seed of sampling; None draws one, which the result records."""
     stop: tuple[str, ...] = ()
     """Text ends before the first of these."""
     prefill_chunk: int | None = None
@@ -65,7 +65,7 @@ class SamplingSettings:
         return self.temperature == 0
 
     def sampling_arguments(self) -> dict[str, Any]:
-        """As Transformers' `GenerationConfig` names them; a value that is not set switches the filter off."""
+        """Arguments of Transformers' `GenerationConfig`; a value that is not set switches the filter off."""
         if self.greedy:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
@@ -88,12 +88,12 @@ class BatchResult:
 
     completions: list[Completion]
     seed: int | None
-    """None if nothing was sampled."""
+    """Seed that was used; None if nothing was sampled."""
     prefill_s: float
-    """Until the first new token of every row."""
+    """Seconds until the first new token of every row."""
     decode_s: float
     peak_memory_mib: float
-    """Of this process since it started; on a GPU, of its allocations there."""
+    """Peak memory of this process since it started; on a GPU, of its allocations there."""
 
     @property
     def interrupted(self) -> bool:
@@ -174,7 +174,7 @@ class _StopAtText(StoppingCriteria):
 
 
 def silence_transformers() -> None:
-    """For commands: Transformers' reminders on stderr would stand in the text, and repeat what the commands say."""
+    """Silence Transformers' reminders on stderr, which would stand in the text of a command."""
     logging.set_verbosity_error()
 
 

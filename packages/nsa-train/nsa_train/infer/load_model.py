@@ -37,12 +37,12 @@ from nsa_train.infer.generate import BatchResult, SamplingSettings, generate_bat
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model came from."""
+    """Origin of a model."""
 
     path: Path
     """The checkpoint, the weights file or the exported folder itself."""
     step: int | None
-    """Of the run; None if it is not recorded."""
+    """Step of the run; None if it is not recorded."""
 
     def __str__(self) -> str:
         return f"{self.path}" if self.step is None else f"{self.path} (step {self.step})"
@@ -54,7 +54,7 @@ class LoadedModel:
 
     model: NSAForCausalLM = field(repr=False)
     text_tokenizer: PreTrainedTokenizerFast | None = field(repr=False)
-    """None if it is not known, or if the model's ids stand for no text (synthetic data)."""
+    """The tokenizer; None if it is not known, or if the model's ids stand for no text (synthetic data)."""
     source: ModelSource
     prefill_chunk: int = RuntimeConfig().prefill_chunk
     """Prompt tokens per forward pass."""

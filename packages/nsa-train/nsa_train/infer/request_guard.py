@@ -412,7 +412,7 @@ def _require_stop_strings(tokenizer: Any, stop: Sequence[str]) -> None:
 
 
 def _plain_message(message: _ChatMessage) -> dict[str, Any]:
-    """With its text in one piece."""
+    """A message with its text in one piece."""
     content = message.content
     if isinstance(content, list):
         content = " ".join(part.text for part in content)
@@ -424,7 +424,7 @@ def _plain_message(message: _ChatMessage) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """As Transformers' server gives it to the template."""
+    """A message as Transformers' server gives it to the template."""
     if "tool_calls" not in message:
         return message
     calls = [

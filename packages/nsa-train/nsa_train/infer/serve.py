@@ -36,7 +36,7 @@ class _FixedModelManager(model_manager.ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "nsa"}]
 
     def shutdown(self) -> None:
-        """Nothing: the model lives as long as the process."""
+        """Do nothing: the model lives as long as the process."""
 
 
 def serve_model(

@@ -44,7 +44,7 @@ def weight_shards(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> 
 def collectives(
     config: RunConfig, figures: ModelFigures, ranks: int, ranks_per_node: int, passes: int
 ) -> list[CollectiveUse]:
-    """Those of one step with so many forward and backward passes; of no size for a group of one rank."""
+    """Collectives of one step with so many forward and backward passes; those among one rank are left out."""
     uses = [
         *_of_weights(config, figures, ranks, ranks_per_node, passes),
         *_of_tensor_parallelism(config, figures, ranks, passes),
@@ -54,7 +54,7 @@ def collectives(
 
 
 def by_group(uses: list[CollectiveUse]) -> dict[CollectiveGroup, CollectiveTotal]:
-    """Sums over purposes, to compare with counts."""
+    """Sum collectives over their purposes, to compare them with counts."""
     calls: Counter[CollectiveGroup] = Counter()
     n_bytes: Counter[CollectiveGroup] = Counter()
     for use in uses:
@@ -115,8 +115,11 @@ def _of_tensor_parallelism(
 def _of_context_parallelism(
     config: RunConfig, figures: ModelFigures, ranks: int, passes: int
 ) -> Iterator[CollectiveUse]:
-    """Per layer: one exchange of the tokens before each piece, a gather of the keys and one of the values that may be
-    selected, and one of the compressed entries; the backward pass scatters their gradients."""
+    """Collectives of context parallelism.
+
+    Each layer has one exchange of the tokens before each piece, a gather of the keys and one of the values that may be
+    selected, and one of the compressed entries; the backward pass scatters their gradients.
+    """
     parallel, model, nsa = config.parallel, config.model, config.nsa
     pieces = context_pieces(parallel)
     width = _FP32 if config.runtime.precision == "fp32" else 2

@@ -29,9 +29,9 @@ class DataSizeAdvice:
 
     tokens: int
     parameters: int
-    """For one pass over the text."""
+    """Model size for one pass over the text."""
     parameters_at_most: int
-    """For `USEFUL_PASSES` passes."""
+    """Model size for `USEFUL_PASSES` passes."""
     nearest_config: str
     nearest_parameters: int
 

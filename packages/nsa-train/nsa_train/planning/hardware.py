@@ -24,10 +24,10 @@ class HardwareDevice:
     fp32_tflops: float
     bandwidth_gb_s: float
     usd_per_hour: float
-    """Assumed: what one costs per hour to rent, in round figures. `--price` replaces it."""
+    """Rent of one device per hour, in round figures (assumed). `--price` replaces it."""
     node_gb_s: float = 5.0
     network_gb_s: float = 1.0
-    """Both assumed: received per second from ranks of the same node, and of other nodes."""
+    """Speeds of receiving from ranks of the same node, and of other nodes (both assumed)."""
 
     @classmethod
     def from_gpu(cls, gpu: GpuSpec) -> "HardwareDevice":
@@ -49,7 +49,7 @@ class HardwareTarget:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device."""
+        """Memory of one device."""
         return int(self.device.memory_gib * GIB)
 
     def data_ranks(self, ranks_per_row: int) -> int:
@@ -83,7 +83,7 @@ def parse_target(text: str, runtime_device: str = "auto") -> HardwareTarget:
 
 
 def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> HardwareTarget:
-    """This machine, as a run with this `runtime.device` and so many ranks, here and in all, would use it."""
+    """Describe this machine as a run with this `runtime.device` and so many ranks, in all and here, would use it."""
     import torch
 
     if device != CPU and torch.cuda.is_available():

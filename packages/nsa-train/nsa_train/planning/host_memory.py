@@ -76,7 +76,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """None for "max", or if the container hides the file."""
+    """The number in a file; None for "max", or if the container hides the file."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -20,11 +20,11 @@ from nsa_train.planning.resource_rules import SAFE_MEMORY
 from nsa_train.planning.step_counts import StepCounts
 
 _LINK_SHARE = 0.8
-"""Assumed: share of a link's speed that a collective reaches."""
+"""Share of a link's speed that a collective reaches (assumed)."""
 _CALL_S = 20e-6
-"""Assumed: time of a collective besides its bytes, and …"""
+"""Time of a collective besides its bytes (assumed), and …"""
 _CALL_S_PER_RANK = 0.2e-6
-"""… for each of its ranks."""
+"""… its time for each rank of the group."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayoutFigures:
     estimate: RunEstimate
     traffic: tuple[LinkTraffic, ...]
     goodput: RunGoodput
-    """At the interval that loses least."""
+    """Goodput at the interval that loses least."""
 
     @property
     def memory(self) -> MemoryEstimate:
@@ -82,7 +82,7 @@ class LayoutFigures:
 
     @property
     def fits(self) -> bool:
-        """As preflight judges it: without full checkpointing part of the memory stays free."""
+        """Whether it fits as preflight judges it: without full checkpointing part of the memory stays free."""
         room = 1.0 if self.layout.checkpointing == "full" else SAFE_MEMORY
         return self.memory.total <= room * self.memory.available
 
@@ -183,7 +183,7 @@ def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
 def _best_goodput(
     config: RunConfig, target: HardwareTarget, checkpoint_bytes: int, failures: FailureModel
 ) -> RunGoodput:
-    """At the interval that loses least, or that in which a checkpoint is stored if that is longer."""
+    """Goodput at the interval that loses least, or that in which a checkpoint is stored if that is longer."""
     shards = weight_shards(config.parallel, target.count, RANKS_PER_NODE) * config.parallel.tp
     nodes = -(-min(shards, target.count) // RANKS_PER_NODE)
     background = config.train.save_async

@@ -14,7 +14,7 @@ class RuleStatus(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     ALLOWED = "allowed"
-    """It fails and was allowed by name (`--allow`)."""
+    """The rule fails and was allowed by name (`--allow`)."""
     NOT_CHECKED = "not checked"
 
 

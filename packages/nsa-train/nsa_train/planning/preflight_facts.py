@@ -69,7 +69,7 @@ class PreflightFacts:
     config: RunConfig
     target: HardwareTarget
     estimate: RunEstimate | None
-    """None if the vocabulary size, and so the model size, is unknown."""
+    """The estimate; None if the vocabulary size, and so the model size, is unknown."""
     folder: FolderFacts
     dry_run: DryRun
     ranks_problem: str | None = None

@@ -25,7 +25,7 @@ _RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
 @dataclass(frozen=True)
 class PreflightRule:
     name: str
-    """As in `--allow NAME`."""
+    """Name of the rule, as in `--allow NAME`."""
     asks: str
     """The requirement, in a few words."""
     check: Callable[[PreflightFacts], RuleFinding]

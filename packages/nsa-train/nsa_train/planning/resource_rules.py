@@ -47,7 +47,7 @@ def _slower(facts: PreflightFacts, fastest: str) -> str:
 
 
 def gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
-    """Without checkpointing a long run needs room for what the estimate may be off by."""
+    """Requires checkpointing unless there is room for what the estimate may be off by."""
     mode = facts.config.runtime.gradient_checkpointing
     setting = f"runtime.gradient_checkpointing is {mode}"
     if mode == "full":

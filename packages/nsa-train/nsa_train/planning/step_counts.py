@@ -32,8 +32,8 @@ class CollectiveGroup:
 class CollectiveTotal:
     calls: int
     n_bytes: int
-    """Of whole tensors: as gathered, as before they are scattered, as reduced; the larger of sent and received of an
-    all-to-all."""
+    """Bytes of whole tensors: as gathered, as before they are scattered, as reduced; the larger of sent and received of
+    an all-to-all."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepCounts:
     """Weights and optimizer states between two steps."""
     peak_bytes: int
     flops: float
-    """Of matrix products and attention operators, recomputation included."""
+    """FLOPs of matrix products and attention operators, recomputation included."""
     collectives: Mapping[CollectiveGroup, CollectiveTotal]
     extended_from: int = 0
     """Layers of the largest model that was counted, if the counts are extended to more; 0: all were."""

@@ -25,7 +25,7 @@ _MODELLED_LIKE = "a100"
 """The GPU whose share of the peak stands for a GPU that is not modelled."""
 
 BACKENDS = {True: ("triton", "portable"), False: ("cpu", "portable")}
-"""On a GPU, and on a CPU: those that an estimate compares, the fastest first."""
+"""Backends that an estimate compares on a GPU (True) and on a CPU (False), the fastest first."""
 _SLOWEST_FIRST = ("reference", "portable", "triton", "cpu")
 _CPU_EFFICIENCY = 0.1
 _CPU_PORTABLE_SLOWDOWN = 4.0  # measured on two cores: 3 to 5
@@ -45,15 +45,15 @@ class StepWork:
     flops_per_token: Mapping[str, float]
     """Forward and backward, by part."""
     recomputed_flops_per_token: float
-    """By gradient checkpointing; 0 without it."""
+    """FLOPs that gradient checkpointing adds; 0 without it."""
     recomputes_attention: bool
     """Whether the attention operators are among that."""
     optimizer_bytes: float
-    """Moved by the optimizer step of one device."""
+    """Bytes that the optimizer step of one device moves."""
 
     @property
     def attention_flops(self) -> float:
-        """Of the branches, the selection and dense layers, recomputation included."""
+        """FLOPs of the branches, the selection and dense layers, recomputation included."""
         parts = {part: self.flops_per_token.get(part, 0.0) for part in (*ATTENTION_PARTS, DENSE_PART)}
         again = sum(count if part == "select" else count / 3 for part, count in parts.items())
         return sum(parts.values()) + (again if self.recomputes_attention else 0.0)
@@ -83,7 +83,7 @@ def backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[Bac
 def time_at_efficiency(
     config: RunConfig, target: HardwareTarget, work: StepWork, efficiency: float, origin: str = "given"
 ) -> StepTime:
-    """At this share of the peak, which counts the model's own FLOPs and no recomputation."""
+    """Time of a step at this share of the peak, which counts the model's own FLOPs and no recomputation."""
     flops_s = work.tokens * sum(work.flops_per_token.values())
     flops_s /= target.count * target.flops(config.runtime.precision) * efficiency
     optimizer_s = work.optimizer_bytes / (1e9 * target.device.bandwidth_gb_s)
@@ -91,7 +91,7 @@ def time_at_efficiency(
 
 
 def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend: str) -> StepTime:
-    """With this backend in every branch."""
+    """Time of a step with this backend in every branch."""
     if not target.device.is_gpu:
         compiled = time_at_efficiency(config, target, work, _CPU_EFFICIENCY, "assumed, rounded")
         if backend == "cpu":
@@ -116,7 +116,7 @@ def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend
 
 
 def _portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
-    """Through memory, all layers, by the portable backend, in fp32: passes × copied rows + passes × scores.
+    """Bytes per token that the portable backend moves through memory: passes × copied rows + passes × scores, in fp32.
 
     In packed rows a selected block lies across two windows of keys, each with a copy of the query and its result. A
     query scores all compressed keys, and up to two windows of the sliding branch; in a dense layer every key.

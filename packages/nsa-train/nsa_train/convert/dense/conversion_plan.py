@@ -101,7 +101,7 @@ def _converted_kinds(model: SourceModel, options: ConversionOptions) -> list[Att
 
 
 def layer_reads(config: NSAConfig, source: Sequence[AttentionKind]) -> dict[AttentionKind, LayerReads]:
-    """By kind of layer. `source`: the kinds of the source's layers."""
+    """Keys that each kind of layer reads. `source`: the kinds of the source's layers."""
     g = Geometry(config.l, config.d, config.l_sel, config.n_sel, config.w)
     n, window, kinds = config.max_position_embeddings, config.window or config.w, config.layer_kinds()
     far = max(0, n - g.w)  # tokens before the window, of which merged attention selects

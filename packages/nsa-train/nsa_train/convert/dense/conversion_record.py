@@ -17,19 +17,19 @@ _HASH_DIGITS = 64
 @dataclass(frozen=True)
 class ConversionRecord:
     architecture: str
-    """Of the source, as in its config.json."""
+    """Architecture of the source, as in its config.json."""
     config: str
     """The source's config.json as it was."""
     dtype: str
-    """Of the source's tensors."""
+    """Type of the source's tensors."""
     tensors: Mapping[str, str]
     """SHA-256 of the values of every tensor of the source, by its name there."""
     files: Mapping[str, str]
     """Other files of the source that were copied: name there → name here."""
     options: Mapping[str, Any]
-    """Of the conversion."""
+    """Options of the conversion."""
     version: str
-    """Of nsa-train."""
+    """Version of nsa-train."""
 
     def write(self, folder: Path) -> None:
         text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
@@ -37,7 +37,7 @@ class ConversionRecord:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a folder that may come from anyone; raises CheckpointError."""
+        """Read the record of a folder that may come from anyone; raises CheckpointError."""
         where = folder / CONVERSION
         if not where.exists() and not where.is_symlink():
             raise CheckpointError(

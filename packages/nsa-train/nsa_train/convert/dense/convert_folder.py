@@ -39,11 +39,11 @@ class ConvertedModel:
     """What was written."""
 
     architecture: str
-    """Of the source."""
+    """Architecture of the source."""
     config: NSAConfig
     parameters: int
     new_parameters: int
-    """Of gates and φ, which the source does not have."""
+    """Parameters of gates and φ, which the source does not have."""
     reads: dict[AttentionKind, LayerReads]
     tokenizer_problem: str | None
     """Why the source's tokenizer cannot be read here; it was copied as data."""
@@ -120,7 +120,7 @@ def _new_tensors(folder: Path, config: NSAConfig, weights: SourceWeights) -> dic
 
 
 def _ends(eos_ids: int | list[int] | None, end: int) -> int | list[int]:
-    """Ids that end a document, with the tokenizer's."""
+    """Ids that end a document, the tokenizer's included."""
     ids = [] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     ids = ids if end in ids else [*ids, end]
     return ids[0] if len(ids) == 1 else ids

@@ -62,7 +62,7 @@ _OLMO_NAMES = SourceNames({**_PROJECTIONS, **_NORMS_OF_OUTPUTS, **_QK_NORMS})
 
 
 @dataclass(frozen=True)
-class _DenseFamily:
+class DenseFamily:
     """An architecture: its config class, its tensor names, and in what it differs from a Llama without biases."""
 
     architecture: str
@@ -84,18 +84,18 @@ class _DenseFamily:
         return {each.name for each in fields(self.config_class)} - of_any_model | _READ_BESIDE_CLASS
 
 
-_FAMILIES = {
+FAMILIES = {
     family.architecture: family
     for family in (
-        _DenseFamily(
+        DenseFamily(
             "LlamaForCausalLM",
             LlamaConfig,
             qkv_bias="attention_bias",
             out_bias="attention_bias",
             ffn_bias="mlp_bias",
         ),
-        _DenseFamily("Qwen2ForCausalLM", Qwen2Config, qkv_bias=True),
-        _DenseFamily(
+        DenseFamily("Qwen2ForCausalLM", Qwen2Config, qkv_bias=True),
+        DenseFamily(
             "Qwen3ForCausalLM",
             Qwen3Config,
             SourceNames({**_PROJECTIONS, **_NORMS_OF_INPUTS, **_QK_NORMS}),
@@ -103,8 +103,8 @@ _FAMILIES = {
             out_bias="attention_bias",
             qk_norm="head",
         ),
-        _DenseFamily("MistralForCausalLM", MistralConfig),
-        _DenseFamily(
+        DenseFamily("MistralForCausalLM", MistralConfig),
+        DenseFamily(
             "Olmo2ForCausalLM",
             Olmo2Config,
             _OLMO_NAMES,
@@ -113,7 +113,7 @@ _FAMILIES = {
             qk_norm="layer",
             post_norm=True,
         ),
-        _DenseFamily(
+        DenseFamily(
             "Olmo3ForCausalLM",
             Olmo3Config,
             _OLMO_NAMES,
@@ -122,14 +122,14 @@ _FAMILIES = {
             qk_norm="layer",
             post_norm=True,
         ),
-        _DenseFamily(
+        DenseFamily(
             "SmolLM3ForCausalLM",
             SmolLM3Config,
             qkv_bias="attention_bias",
             out_bias="attention_bias",
             ffn_bias="mlp_bias",
         ),
-        _DenseFamily(
+        DenseFamily(
             "Phi3ForCausalLM",
             Phi3Config,
             SourceNames({**_FUSED_PROJECTIONS, **_NORMS_OF_INPUTS}),
@@ -204,16 +204,16 @@ def parse_dense_config(values: Mapping[str, Any], where: Path) -> SourceModel:
     return model
 
 
-def _family(values: Mapping[str, Any], where: Path) -> _DenseFamily:
+def _family(values: Mapping[str, Any], where: Path) -> DenseFamily:
     architectures = values.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
-    family = _FAMILIES.get(name) if isinstance(name, str) else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
     if family is None:
         plain = f"{name}".lower()
         reason = next((why for word, why in _REASONS_BY_WORD if word in plain), "what it computes is not known here")
         raise CheckpointError(
             f"{where} has architectures={architectures!r:.80}, which is not converted: {reason}. Convert one of "
-            f"{', '.join(_FAMILIES)}."
+            f"{', '.join(FAMILIES)}."
         )
     if values.get("model_type") != family.config_class.model_type:
         raise CheckpointError(
@@ -223,7 +223,7 @@ def _family(values: Mapping[str, Any], where: Path) -> _DenseFamily:
     return family
 
 
-def _require_known(values: Mapping[str, Any], family: _DenseFamily, where: Path) -> None:
+def _require_known(values: Mapping[str, Any], family: DenseFamily, where: Path) -> None:
     """Refuse a key whose effect is not known, unless its value turns it off."""
     known = family.settings | _WITHOUT_EFFECT
     for key, value in values.items():
@@ -238,7 +238,7 @@ def _require_known(values: Mapping[str, Any], family: _DenseFamily, where: Path)
         raise CheckpointError(f"{where} has hidden_act={act!r:.40}: only silu is converted (SwiGLU feed-forward).")
 
 
-def _arguments(family: _DenseFamily, parsed: Any, where: Path) -> tuple[dict[str, Any], tuple[AttentionKind, ...]]:
+def _arguments(family: DenseFamily, parsed: Any, where: Path) -> tuple[dict[str, Any], tuple[AttentionKind, ...]]:
     """Arguments of `NSAConfig` without the kinds of the layers, and these."""
     head_dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
     types = _layer_types(parsed)
@@ -305,7 +305,7 @@ class _LayerRope:
 
 
 def _rope_arguments(
-    family: _DenseFamily, parsed: Any, types: Sequence[str], head_dim: int, where: Path
+    family: DenseFamily, parsed: Any, types: Sequence[str], head_dim: int, where: Path
 ) -> dict[str, Any]:
     """rope_theta, rope_scaling, rope_layers and rotary_dim."""
     layers = list(_layer_ropes(parsed, types, where))

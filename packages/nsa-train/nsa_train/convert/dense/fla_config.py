@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, Any] = dict(
     intermediate_size=None, hidden_act="swish", initializer_range=0.02, norm_eps=1e-6, pad_token_id=None,
     bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, vocab_size=32_000,
 )  # fmt: skip
-"""Of that package's config class; config.json may leave them out."""
+"""Defaults of that package's config class; config.json may leave them out."""
 _FFN_MULTIPLE = 256
 
 

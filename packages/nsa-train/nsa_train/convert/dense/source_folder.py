@@ -24,7 +24,7 @@ from nsa_train.convert.folder_files import parse_json, read_text
 from nsa_train.convert.weight_files import TensorShape, describe_weights, expected_shapes, read_tensors
 
 OnTensor = Callable[[int, int], None]
-"""Called with the number of tensors that were checked, and of all."""
+"""Callback with the number of tensors that were checked, and of all."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SourceWeights:
     """Tensors of a folder that were checked against its config.json."""
 
     tensors: dict[str, Tensor]
-    """By the names of `NSAForCausalLM`; of tied embeddings only one."""
+    """Tensors by the names of `NSAForCausalLM`; of tied embeddings only one."""
     hashes: dict[str, str]
     """SHA-256 of the values of every tensor of the folder, by its name there."""
     dtype: torch.dtype

@@ -16,12 +16,12 @@ class SourceModel:
     """What `NSAForCausalLM` needs to compute the same as the source."""
 
     architecture: str
-    """As in its config.json."""
+    """Architecture as its config.json names it."""
     names: SourceNames
     arguments: dict[str, Any]
-    """Of `NSAConfig`, without `attention`."""
+    """Arguments of `NSAConfig`, without `attention`."""
     kinds: tuple[AttentionKind, ...]
-    """Of every layer: dense, window where the source's attention slides, or nsa."""
+    """Kind of every layer: dense, window where the source's attention slides, or nsa."""
 
     @property
     def is_sparse(self) -> bool:
@@ -30,11 +30,11 @@ class SourceModel:
 
     @property
     def config(self) -> NSAConfig:
-        """The source itself."""
+        """Config of the source itself."""
         return self.changed(self.kinds)
 
     def changed(self, kinds: Sequence[AttentionKind], **changes: Any) -> NSAConfig:
-        """With other kinds of layers, and other arguments."""
+        """Config of the source with other kinds of layers, and other arguments."""
         return NSAConfig(**{**self.arguments, "attention": shortest_pattern(kinds), **changes})
 
 

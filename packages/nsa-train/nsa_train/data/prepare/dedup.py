@@ -33,7 +33,7 @@ def hashed_tasks(out: StorageFolder) -> set[int]:
 
 
 def hash_task(plan: PreparePlan, out: StorageFolder, rank: int) -> Iterator[int]:
-    """Store the hashes of a task's documents; yields the number of units done since the last time."""
+    """Store the hashes of a task's documents; yields the number of units read since the last time."""
     reader = TaskReader(plan, plan.tasks()[rank])
     hashes, previous = bytearray(), 0
     for _, document in reader.documents():
@@ -60,7 +60,7 @@ def write_masks(plan: PreparePlan, out: StorageFolder) -> int:
 
 
 def _first_occurrences(hashes: bytes) -> np.ndarray:
-    """For hashes one after another: whether each is the first of its value."""
+    """Whether each of these hashes, one after another, is the first of its value."""
     words = np.frombuffer(hashes, dtype=np.uint64).reshape(-1, _HASH_BYTES // 8)
     order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal hashes stay in the order of the documents
     keep = np.ones(len(words), dtype=bool)

@@ -66,7 +66,7 @@ class PreparePlan:
     text_tasks: list[list[str]] = field(default_factory=list)
     """Names of text, Markdown and HTML files relative to the source, by task."""
     encoding: str = DEFAULT_FALLBACK
-    """Of text files that are not Unicode."""
+    """Encoding of text files that are not Unicode."""
     dedup: bool = False
     left_out: dict[str, Any] = field(default_factory=dict)
     """Files that the listing left out, as JSON of a `ReadReport`."""

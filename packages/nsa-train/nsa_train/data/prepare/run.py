@@ -69,7 +69,7 @@ def prepare(
 
 
 def _output_errors(out_url: str) -> AbstractContextManager[None]:
-    """For errors not handled closer to their cause: the lock, datatrove's logs, the cleanup."""
+    """Explain errors that are not handled closer to their cause: of the lock, datatrove's logs, the cleanup."""
     return storage_errors(
         f"{out_url} cannot be written",
         fix="Choose a writable output folder.",

@@ -94,7 +94,7 @@ class IndexedRowStream:
         self._next_row = int(state["next_row"])
 
     def close(self) -> None:
-        """Nothing reads in the background."""
+        """Do nothing: no thread reads in the background."""
 
 
 class DirectRowStream:

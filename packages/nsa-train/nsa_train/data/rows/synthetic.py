@@ -40,7 +40,7 @@ _FAR = ("recall", "recall_pairs", "tracking")
 
 
 class AnswerPlace(NamedTuple):
-    """Where a counted token is asked for, and where its fact lies."""
+    """Places of the query for a counted token and of its fact."""
 
     row: int
     """Place of the row in the batch."""

@@ -105,7 +105,7 @@ class ShardReader:
 
     @property
     def cache_limit_bytes(self) -> int | None:
-        """None if shards are read in place."""
+        """Limit of the local cache in bytes; None if shards are read in place."""
         return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,7 @@ class _ServerTimeout(ServerUnreachable, DataTimeout):
 
 
 class _RetryableError(Exception):
-    """This attempt failed, another one may succeed. `after_s` is the server's Retry-After."""
+    """Failure of one attempt; another may succeed. `after_s` is the server's Retry-After."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)

@@ -67,7 +67,7 @@ class _ListingCache:
         self._names = list(names)
 
     def load(self) -> list[_ListedFile] | None:
-        """None if there is no usable cache; a damaged one only makes the start slower."""
+        """The stored listing, or None if there is no usable one; a damaged one only makes the start slower."""
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             files = [_ListedFile(**entry) for entry in content["files"]]

@@ -96,7 +96,7 @@ class ReadReport:
         return whole.kind("")
 
     def as_json(self) -> dict[str, Any]:
-        """In a fixed order, for the same bytes whatever was read first."""
+        """The report as JSON in a fixed order, so that the bytes do not depend on what was read first."""
         return {
             "kinds": {kind: vars(self.kinds[kind]) for kind in FILE_KINDS if kind in self.kinds},
             "skipped": {reason: vars(self.skipped[reason]) for reason in _SKIP_REASONS if reason in self.skipped},

@@ -25,7 +25,7 @@ class AgreementSums:
     own: LossSums
     reference: LossSums
     difference: LossSums
-    """Of the losses, own minus reference; its hits are tokens where both have the same most likely token."""
+    """Difference of the losses, own minus reference; its hits are tokens where both have the same most likely token."""
     divergence: LossSums
     """KL(reference ‖ own); its hits mean nothing."""
 

@@ -65,13 +65,13 @@ class FarExample:
     needle: str
     """The first sentence that leads to the answer."""
     needle_at: int
-    """Where it begins in the prompt, in characters."""
+    """Place in the prompt at which it begins, in characters."""
 
 
 def make_example(
     task: str, hay: HayText, count_tokens: _CountTokens, *, length: int, depth: float, number: int, seed: int = 0
 ) -> FarExample:
-    """Example `number`: as many words of hay as fit into `length` tokens, the answer included."""
+    """Make example `number`, with as many words of hay as fit into `length` tokens, the answer included."""
     digest = hashlib.blake2b(repr((task, length, depth, number, seed)).encode(), digest_size=8).digest()
     draw = random.Random(int.from_bytes(digest, "big"))
     start = draw.randrange(len(hay.words))
@@ -170,7 +170,7 @@ def _needle_multikey(names: _Names) -> _TaskText:
 
 
 def _needles(names: _Names, keys: int) -> _TaskText:
-    """With fewer keys than candidates, the others are numbers that do not occur."""
+    """Hide a number for each key. With fewer keys than candidates, the others are numbers that do not occur."""
     asked = names.name()
     others = [names.name() for _ in range(keys - 1)]
     numbers = [names.number() for _ in range(_CANDIDATES)]

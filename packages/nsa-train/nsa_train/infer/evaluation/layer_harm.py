@@ -32,7 +32,7 @@ from nsa_train.train.held_out_loss import LossSums
 _KEPT_HARM = 0.5
 """Layers are advised until they have this share of the harm of all."""
 _KEPT_LAYERS = 0.25
-"""At most this share of the sparse layers, and at least one."""
+"""Largest share of the sparse layers that is advised; at least one layer is."""
 _SMALLEST_DIVERGENCE = 1e-6
 """Below it the models are equal up to rounding, and no layer is advised."""
 
@@ -48,12 +48,12 @@ _NOT_COMPUTED_WITH = {
 class LayerHarm:
     layer: int
     kind: AttentionKind
-    """In the sparse model."""
+    """Kind of the layer in the sparse model."""
     harm: float
     harm_standard_error: float | None
     gain: float
     counts: SelectionCounts | None = None
-    """None for a layer that selects no blocks."""
+    """Counts of the selection; None for a layer that selects no blocks."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ class NSAHarnessModel(HFLM):
         self._loaded = loaded
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """As the harness does it, system messages left out where the template refuses them, but with limits."""
+        """Render a chat within limits, without system messages if the template refuses them, as the harness does."""
         settings = dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

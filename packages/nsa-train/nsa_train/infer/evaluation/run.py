@@ -41,13 +41,13 @@ _COMPARISONS = (AGREEMENT, LAYERS)
 _TASKS = (HELD_OUT, SELECTION, *_COMPARISONS, *FAR_TASKS)
 _ON_ROWS = {HELD_OUT, SELECTION, *_COMPARISONS}
 _SELECTION_ROWS = 32
-"""At most: dense attention is computed beside the model's own."""
+"""Most rows of the task: dense attention is computed beside the model's own."""
 _SHORTEST = 1024
 """Default length of far tasks for models that were trained on shorter rows: all tasks fit."""
 _BUILT_IN_HAY = "built-in"
 
 _Progress = Callable[[str, int, int | None], None]
-"""Called with the task, how much of it is done, and of how much; None if that is not known."""
+"""Callback with the task, how much of it is done, and of how much; None if that is not known."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class EvaluationRequest:
     """What to evaluate. None: a default that depends on the model."""
 
     tasks: Sequence[str] | None = None
-    """None: all that the model's source allows."""
+    """Tasks to run; None: all that the model's source allows."""
     lengths: Sequence[int] | None = None
     """Tokens of far tasks, the answer included; default the length of the rows in training."""
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -235,7 +235,7 @@ def _name(loaded: LoadedModel) -> str:
 
 
 def results_folder(source: ModelSource) -> Path:
-    """Where results of a model belong: its run folder, or the exported folder itself."""
+    """Folder for the results of a model: its run folder, or the exported folder itself."""
     path = source.path
     if names.step_of(path.name) is not None:
         return path.parent.parent if path.parent.name == names.CHECKPOINTS else path.parent

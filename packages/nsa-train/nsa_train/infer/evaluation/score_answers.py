@@ -64,7 +64,7 @@ def needle_blocks(example: FarExample, encode: Encode, l_sel: int) -> set[int]:
 
 
 class TransformersScorer:
-    """Through a Transformers model with a cache."""
+    """Scores candidates with a Transformers model; the prompt is computed once, into a cache."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class TransformersScorer:
 def _candidate_scores(
     hidden_NnD: Tensor, weight_VD: Tensor, candidates: Sequence[Sequence[int]]
 ) -> list[CandidateScore]:
-    """From the last hidden states that predict each token of each candidate."""
+    """Scores of candidates from the last hidden states that predict each of their tokens."""
     labels_Nn = torch.full(hidden_NnD.shape[:2], IGNORE)
     for label_n, tokens in zip(labels_Nn, candidates, strict=True):
         label_n[: len(tokens)] = torch.tensor(tokens)

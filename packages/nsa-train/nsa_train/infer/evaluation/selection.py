@@ -50,7 +50,10 @@ def selection_by_layer(
     after_row: Callable[[], None] = lambda: None,
     answer_places: _AnswerPlaces = lambda row_ids: (),
 ) -> SelectionFigures:
-    """answer_places: where the questions and facts of rows with these numbers lie."""
+    """Measure what each layer selects on these rows.
+
+    answer_places: where the questions and facts of rows with these numbers lie.
+    """
     figures = SelectionFigures()
     with probing(model, SelectionProbe) as probes:
         # Names are model.layers.N.attention.
@@ -126,7 +129,7 @@ def selection_record(figures: SelectionFigures, data: str, seq_len: int, rows: i
 
 
 def mass_shares(counts: SelectionCounts) -> dict[str, float]:
-    """Where the mass of dense attention over all keys lies, for queries that could not read every key."""
+    """Distribution of dense attention's mass over all keys, for queries that could not read every key."""
     return {name: getattr(counts, name) / counts.queries for name in ("window_mass", "forced_mass", "scored_mass")}
 
 
