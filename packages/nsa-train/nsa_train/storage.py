@@ -229,7 +229,7 @@ def _arrow_s3(address: StorageAddress) -> Any:
     )
 
 
-def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
+def boto3_client(address: StorageAddress, *, patient: bool) -> Any:
     """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself.
 
     patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.

@@ -37,7 +37,7 @@ def new_folder(out: Path, *, may_replace: Callable[[Path], bool] = lambda folder
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _require_replaceable(out: Path, may_replace: Callable[[Path], bool] = lambda folder: False) -> None:
+def _require_replaceable(out: Path, may_replace: Callable[[Path], bool]) -> None:
     if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_dir():

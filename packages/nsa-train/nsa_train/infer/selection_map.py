@@ -1,6 +1,6 @@
-"""Pictures of block selection: which blocks the queries of a text chose in each layer, as SVG and as characters.
+"""Pictures of block selection: which blocks the queries of a text selected in each layer, as SVG and as characters.
 
-B batch · S tokens · G kv groups · N chosen · n all blocks
+B batch · S tokens · G kv groups · N selected · n all blocks
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ _NOTE = "The first block and the two nearest are always read; the others are tho
 
 
 @dataclass
-class _ChosenBlocksProbe(Probe):
-    """Keeps the blocks that every query of the last forward pass chose."""
+class _SelectedBlocksProbe(Probe):
+    """Keeps the blocks that every query of the last forward pass selected."""
 
     idx_BSGN: Tensor | None = None
 
@@ -56,7 +56,7 @@ class SelectionMap:
 
     layer: int
     share_Sn: Tensor
-    """Share of the groups that chose each block, by query."""
+    """Share of the groups that selected each block, by query."""
     l_sel: int
     """Tokens of a block."""
 
@@ -65,7 +65,7 @@ class SelectionMap:
 def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
     """One map per layer that selects blocks, for the beginning of a text, at most as long as a training row."""
     ids = torch.tensor([loaded.encode([text])[0][: loaded.trained_length]], device=loaded.model.device)
-    with probing(loaded.model, _ChosenBlocksProbe) as probes:
+    with probing(loaded.model, _SelectedBlocksProbe) as probes:
         loaded.model(input_ids=ids, use_cache=False)
     l_sel: int = loaded.model.config.l_sel
     n_blocks = -(-ids.shape[1] // l_sel)
@@ -84,7 +84,7 @@ def _share_of_groups(idx_SGN: Tensor, n_blocks: int) -> Tensor:
 
 
 def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
-    """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups chose it."""
+    """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups selected it."""
     n_tokens, n_blocks = maps[0].share_Sn.shape
     width, height = _LEFT + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + _BELOW
     parts = [svg_label(_LEFT, 24, _TITLE, kind="t"), svg_label(_LEFT, 46, _NOTE)]
@@ -119,7 +119,7 @@ def _panel(each: SelectionMap, left: int) -> list[str]:
 
 
 def _text_rows(each: SelectionMap) -> list[str]:
-    """One row of characters per block of queries, one column per block of keys; darker where more queries chose it."""
+    """Rows of characters for blocks of queries, columns for blocks of keys; darker where more queries selected it."""
     n_blocks = each.share_Sn.shape[1]
     of_blocks = [part.mean(0).tolist() for part in each.share_Sn.chunk(n_blocks)]
     return ["".join(_SHADES[round(share * (len(_SHADES) - 1))] * 2 for share in shares) for shares in of_blocks]

@@ -45,10 +45,10 @@ def serve_model(
     name: str,
     host: str,
     port: int,
-    context_length: int | None = None,
-    allowed_hosts: Sequence[str] = (),
-    model_endpoints: bool = False,
-    on_start: Callable[[str], None] = lambda url: None,
+    context_length: int | None,
+    allowed_hosts: Sequence[str],
+    model_endpoints: bool,
+    on_start: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests that are being answered are finished first.
 

@@ -227,7 +227,7 @@ def _branch_shares(config: RunConfig) -> list[BranchShare]:
     ]
 
 
-def _reads_of_last(geometry: Geometry, length: int, merged: bool = False) -> dict[str, int]:
+def _reads_of_last(geometry: Geometry, length: int, merged: bool) -> dict[str, int]:
     """Keys that the last query of a row reads in each branch. `merged`: blocks are of the tokens before the window."""
     selectable = max(0, length - geometry.w) if merged else length
     return {

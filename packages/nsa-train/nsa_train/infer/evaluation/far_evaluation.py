@@ -28,7 +28,7 @@ class FarCell:
     answer_nats: float
     """Negative log-likelihood of the right answer, mean."""
     needle: FactHits = field(default_factory=FactHits)
-    """Whether the prompt's last token chose a block of the needle; an answer is right if it is the most likely one."""
+    """Hits of the prompt's last token on blocks of the needle; an answer is right if it is the most likely one."""
 
     def as_record(self) -> dict[str, Any]:
         any_layer = self.needle.any_layer
@@ -62,12 +62,12 @@ def evaluate_far_task(
     limit: int,
     seed: int = 0,
     l_sel: int = 1,
-    chosen_by_layer: Callable[[], Sequence[set[int]]] = lambda: (),
+    selected_by_layer: Callable[[], Sequence[set[int]]] = lambda: (),
     after_example: Callable[[], None] = lambda: None,
 ) -> list[FarCell]:
     """`limit` examples for every length and depth.
 
-    chosen_by_layer: called after each example, the blocks of l_sel tokens that the prompt's last token chose.
+    selected_by_layer: called after each example, the blocks of l_sel tokens that the prompt's last token selected.
     """
     cells = []
     for length in lengths:
@@ -78,7 +78,7 @@ def evaluate_far_task(
                     task, hay, lambda text: len(encode(text)), length=length, depth=depth, number=number, seed=seed
                 )
                 outcomes.append(score_example(example, scorer, encode))
-                needle.add(chosen_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
+                needle.add(selected_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
                 candidates = len(example.candidates)
                 after_example()
             chosen, exact = sum(each.chosen for each in outcomes), sum(each.exact for each in outcomes)

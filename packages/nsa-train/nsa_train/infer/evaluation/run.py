@@ -154,7 +154,7 @@ def _far_tasks(
                 limit=request.limit,
                 seed=request.seed,
                 l_sel=model.model.config.l_sel,
-                chosen_by_layer=lambda: scorer.chosen_by_layer,
+                selected_by_layer=lambda: scorer.selected_by_layer,
                 after_example=after_example,
             )
 

@@ -68,15 +68,15 @@ class TransformersScorer:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.chosen_by_layer: list[set[int]] = []
-        """Blocks that the last token of the last prompt chose, all groups together, for layers that select."""
+        self.selected_by_layer: list[set[int]] = []
+        """Blocks that the last token of the last prompt selected, all groups together, for layers that select."""
 
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
         with probing(self._model, lambda: SelectionProbe(every=len(prompt) + 1)) as probes:
             first = self._model.model(input_ids=self._tensor([prompt]), use_cache=True)
         chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
-        self.chosen_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
+        self.selected_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
         cache = first.past_key_values
         cache.batch_repeat_interleave(len(candidates))
         longest = max(map(len, candidates))

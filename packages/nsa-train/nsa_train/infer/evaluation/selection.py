@@ -1,6 +1,6 @@
 """Quality of block selection on held-out rows, by layer: how often, and how much of dense attention, it catches.
 
-On synthetic rows, which say where the fact of every answer lies, also whether the chosen blocks hold it.
+On synthetic rows, which say where the fact of every answer lies, also whether the selected blocks hold it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ _AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 
 @dataclass
 class FactFigures:
-    """Hits on the facts of questions. Left out: facts in blocks that are always chosen, queries that take all. With
+    """Hits on the facts of questions. Left out: facts in blocks that are always selected, queries that take all. With
     layers of kind `merged`, blocks are those before the window, also in the chances of other layers."""
 
     hits: FactHits = field(default_factory=FactHits)
