@@ -9,7 +9,7 @@ from nsa_train.config.schema import RETIRED_KEYS, sections, settings
 
 
 @dataclass(frozen=True)
-class GivenValue:
+class SettingText:
     """One value as text; the schema gives it its type, so `no` and `2e-4` are parsed as the setting needs."""
 
     text: str | None
@@ -19,7 +19,7 @@ class GivenValue:
 
 @dataclass
 class SettingsLayer:
-    given: dict[str, GivenValue] = field(default_factory=dict)
+    values: dict[str, SettingText] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     readable: bool = True
@@ -29,7 +29,7 @@ class SettingsLayer:
         if text is not None and not _is_unicode(text):
             self.problems.append(f"{where}: {key} must be UTF-8 text (got {text!r}). Write it in UTF-8, paths too.")
         elif key in settings():
-            self.given[key] = GivenValue(text, origin, where)
+            self.values[key] = SettingText(text, origin, where)
         elif key in RETIRED_KEYS:
             self.notices.append(f"{where}: {key} is retired and ignored: {RETIRED_KEYS[key]}.")
         else:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from nsa.errors import ConfigError
 from nsa_train.config import env, rules, yaml_file
 from nsa_train.config.describe import choices, kind, plain, unit
-from nsa_train.config.layer import GivenValue, SettingsLayer, nearest
+from nsa_train.config.layer import SettingsLayer, SettingText, nearest
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.shipped import CONFIGS
 
@@ -43,10 +43,10 @@ def load(
     from_file = yaml_file.read(path)
     from_environ = env.read(environ)
     from_command_line = _read_overrides(overrides)
-    from_profile = _read_profile({**from_file.given, **from_command_line.given}.get("profile"), path)
+    from_profile = _read_profile({**from_file.values, **from_command_line.values}.get("profile"), path)
 
     layers = (from_profile, from_file, from_environ, from_command_line)
-    values = {key: value for layer in layers for key, value in layer.given.items()}
+    values = {key: value for layer in layers for key, value in layer.values.items()}
     notices = [notice for layer in layers for notice in layer.notices]
     problems = [problem for layer in layers for problem in layer.problems]
     notices += _shorten_warmup(values)
@@ -76,7 +76,7 @@ def _read_overrides(overrides: Sequence[str]) -> SettingsLayer:
     return layer
 
 
-def _read_profile(requested: GivenValue | None, config_path: Path) -> SettingsLayer:
+def _read_profile(requested: SettingText | None, config_path: Path) -> SettingsLayer:
     if requested is None or requested.text in (None, "", RunConfig.TOY):
         return SettingsLayer()
     name = str(requested.text)
@@ -87,7 +87,7 @@ def _read_profile(requested: GivenValue | None, config_path: Path) -> SettingsLa
         hint = f"Did you mean {guess}?" if guess else f"There are {', '.join([*known, RunConfig.TOY])}."
         return SettingsLayer(problems=[f"{requested.where}: no hardware profile {name!r}. {hint}"], readable=False)
     layer = yaml_file.read(path, origin=f"profile {name}")
-    if inner := layer.given.pop("profile", None):
+    if inner := layer.values.pop("profile", None):
         layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
     return layer
 
@@ -105,7 +105,7 @@ def _profile_folders(config_path: Path) -> tuple[Path, ...]:
     return (config_path.parent / "profiles", Path("configs") / "profiles", _SHIPPED_PROFILES)
 
 
-def _shorten_warmup(values: dict[str, GivenValue]) -> Iterator[str]:
+def _shorten_warmup(values: dict[str, SettingText]) -> Iterator[str]:
     """`--steps 100` on a long config is a short trial: shorten its warm-up with a notice, do not refuse it."""
     steps, warmup = values.get("train.steps"), values.get("train.warmup_steps")
     if not steps or not warmup or steps.origin != _COMMAND_LINE or warmup.origin == _COMMAND_LINE:
@@ -119,13 +119,13 @@ def _shorten_warmup(values: dict[str, GivenValue]) -> Iterator[str]:
         )
 
 
-def _whole_number(value: GivenValue) -> int | None:
+def _whole_number(value: SettingText) -> int | None:
     """The number, or None if the schema will refuse it; Python does not convert text of thousands of digits."""
     text = str(value.text)
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def _nested(values: Mapping[str, GivenValue]) -> dict[str, Any]:
+def _nested(values: Mapping[str, SettingText]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -136,7 +136,7 @@ def _nested(values: Mapping[str, GivenValue]) -> dict[str, Any]:
     return nested
 
 
-def _explain(details: ErrorDetails, values: Mapping[str, GivenValue]) -> Iterator[str]:
+def _explain(details: ErrorDetails, values: Mapping[str, SettingText]) -> Iterator[str]:
     """The message for one pydantic error, with the location of each value."""
     if details["type"] == rules.BROKEN_RULES:
         for rule in details["ctx"]["broken"]:

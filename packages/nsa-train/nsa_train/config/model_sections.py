@@ -82,7 +82,7 @@ class RopeScalingConfig(_option_section(RopeScaling, "nsa")):  # type: ignore[mi
     __doc__ = RopeScaling.__doc__
 
     @property
-    def given(self) -> dict[str, Any] | None:
+    def as_mapping(self) -> dict[str, Any] | None:
         """The keys that are set, as an attention layer takes them; None without scaling."""
         keys: dict[str, Any] = self.model_dump(exclude_none=True)
         return None if keys == {"rope_type": "default"} else keys

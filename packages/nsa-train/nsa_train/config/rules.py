@@ -43,7 +43,7 @@ def attention_of(*sections: Any) -> AttentionConfig:
             if each.setting.startswith(f"{section.NAME}.") and not each.per_layer:
                 values[each.name] = getattr(section, key)
     if values["rope_scaling"] is not None:
-        values["rope_scaling"] = values["rope_scaling"].given
+        values["rope_scaling"] = values["rope_scaling"].as_mapping
     return from_options(AttentionConfig, values)
 
 
