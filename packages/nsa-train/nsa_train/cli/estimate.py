@@ -1,6 +1,5 @@
 """`nsa estimate`: parameters, FLOPs, memory, time and price of a run."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from nsa.options import CHECKPOINTING
 from nsa_train.cli.config import resolve
-from nsa_train.cli.outputs import table_console
+from nsa_train.cli.outputs import print_json, table_console
 
 if TYPE_CHECKING:
     from nsa_train.planning.estimate import RunEstimate
@@ -49,7 +48,7 @@ def estimate(
     verdicts = judge(facts, allow)
     if as_json:
         content = as_dict(facts.estimate) if facts.estimate is not None else {}
-        print(json.dumps({**content, "refused_by": [verdict.rule for verdict in failed(verdicts)]}, indent=2))
+        print_json({**content, "refused_by": [verdict.rule for verdict in failed(verdicts)]})
     elif facts.estimate is not None:
         _print(facts.estimate)
     require_passed(verdicts)

@@ -1,13 +1,12 @@
 """`nsa plan`: layouts of a run on many GPUs, ranked by modelled tokens per second, and a step of the best executed."""
 
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from nsa_train.cli.config import resolve
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP
-from nsa_train.cli.outputs import print_json
+from nsa_train.cli.outputs import print_json, table_console
 from nsa_train.cli.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ def plan(
     """
     config = resolve(arguments or [])
 
-    from rich.console import Console
-
     from nsa.errors import ConfigError
     from nsa_train.cli.plan_tables import as_dict, print_plan
     from nsa_train.planning.goodput import LLAMA3_GPU_HOURS, FailureModel
@@ -68,7 +65,7 @@ def plan(
     if as_json:
         print_json(as_dict(config, comparison, top, counts))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+        console = table_console(120)
         print_plan(console, config, comparison, top, counts)
     if not comparison.ranked:
         raise ConfigError(

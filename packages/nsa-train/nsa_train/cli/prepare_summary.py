@@ -1,10 +1,9 @@
 """Summary at the end of `nsa data prepare`: what was read and skipped, a preview, and the model size it supports."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nsa_train.cli.outputs import print_line
+from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.cli.prepared_set import print_table, print_totals, set_facts
 from nsa_train.terminal_text import printable
 
@@ -40,7 +39,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
             "preview": preview,
             "model_size": asdict(advice),
         }
-        print(json.dumps(content, indent=2))
+        print_json(content)
         return
     if report is not None:
         print_report(source, report)

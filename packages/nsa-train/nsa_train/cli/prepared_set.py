@@ -1,6 +1,5 @@
 """`nsa data inspect`, `verify` and `stats`: show and check sets of token shards written by `nsa data prepare`."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa.errors import DataError
-from nsa_train.cli.outputs import print_line
+from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
@@ -53,7 +52,7 @@ def inspect(
         content = set_facts(prepared, manifest) | {"read": report.as_json() if report is not None else None}
         content |= {"shards": [shard.as_json() for shard in listed]} if shards else {}
         content |= {"document": asdict(place)} if place is not None else {}
-        print(json.dumps(content, indent=2))
+        print_json(content)
         return
     print_totals(prepared, manifest)
     facts = {
@@ -93,7 +92,7 @@ def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
         damaged = list(verify_set(folder, manifest, lambda count: bar.update(shown, advance=count)))
     if as_json:
         files = [asdict(file) for file in damaged]
-        print(json.dumps({"set": prepared, "bytes": total, "ok": not damaged, "damaged": files}, indent=2), flush=True)
+        print_json({"set": prepared, "bytes": total, "ok": not damaged, "damaged": files})
     if damaged:
         if not as_json:
             print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged], numbers=False)
@@ -114,7 +113,7 @@ def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
     folder, manifest = _open_set(prepared)
     statistics = {split: length_stats(folder, manifest, split) for split in manifest.splits}
     if as_json:
-        print(json.dumps({"set": prepared, "lengths": {s: asdict(of) for s, of in statistics.items()}}, indent=2))
+        print_json({"set": prepared, "lengths": {s: asdict(of) for s, of in statistics.items()}})
         return
     # One line per number: a line per split would not fit 80 columns.
     lengths = [_lengths(of) for of in statistics.values()]
