@@ -50,7 +50,7 @@ class PendingObject:
 
 @dataclass(frozen=True)
 class PickleGrammar:
-    """What a kind of pickle may contain besides plain values."""
+    """Names that a kind of pickle may contain besides plain values."""
 
     constants: Mapping[PickledName, Any] = field(default_factory=dict)
     """Names with a fixed value."""

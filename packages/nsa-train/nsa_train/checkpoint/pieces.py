@@ -54,7 +54,7 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class RankPieces:
-    """What one rank can write, in the order in which it would write it; values last."""
+    """Pieces and values that one rank can write, in the order in which it would write them; values last."""
 
     table: TensorTable
     pieces: list[Piece]

@@ -37,7 +37,7 @@ PieceWritten = tuple[str, tuple[int, ...] | None, str, int, int]
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one rank has written: where its pieces are, and the hashes of its files by name."""
+    """Files that one rank has written: places of its pieces, and hashes of the files by name."""
 
     pieces: list[PieceWritten]
     hashes: Mapping[str, ManifestEntry]

@@ -57,7 +57,7 @@ class SavePlanCache:
     sent: RankPieces | None = None
     final: SavePlan = field(default_factory=lambda: SavePlan([]))
     ranks: list[RankPieces] = field(default_factory=list)
-    """What every rank sent; on rank 0 alone."""
+    """Pieces that every rank offered; on rank 0 alone."""
     index: Metadata | None = None
     """The index of the checkpoint; on rank 0 alone."""
 

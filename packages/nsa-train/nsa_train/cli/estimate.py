@@ -202,7 +202,7 @@ def _rows(figures: "RunEstimate") -> Iterator[tuple[str, str, str]]:
 
 
 def _why_this_backend(figures: "RunEstimate") -> str:
-    """What decides that this backend runs."""
+    """Explain what decides that this backend runs."""
     if figures.backend == "triton":
         return "kernels=auto takes it once it has passed its check on that GPU, which the start of a run decides"
     if figures.backend == "cpu":

@@ -50,7 +50,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
 
 
 def print_report(source: str, report: "ReadReport") -> None:
-    """What was read by kind of file, what was not used and why, and encodings other than UTF-8."""
+    """Print what was read by kind of file, what was not used and why, and encodings other than UTF-8."""
     columns = ["kind", "files", "documents", "characters", "tokens"]
     rows = [[kind, *_numbers(counted)] for kind, counted in report.kinds.items()]
     if len(rows) > 1:

@@ -87,7 +87,7 @@ class RunConfig(ConfigSection):
 
     @property
     def attention(self) -> AttentionConfig:
-        """What all attention layers share; `model.attention` and `model.rope_layers` say how they differ."""
+        """Options that all attention layers share; `model.attention` and `model.rope_layers` say how they differ."""
         return rules.attention_of(self.model, self.nsa)
 
     @property
@@ -132,7 +132,7 @@ class RunConfig(ConfigSection):
 
 
 VALUES_BEFORE = {"nsa.kv": "per_branch", "data.mask_document_ends": False}
-"""What versions without these settings did, where that is not the default."""
+"""Behaviour of versions without these settings, where it is not the default."""
 
 # Keys of earlier systems that old configs contain: accepted, ignored, and reported with their replacement.
 RETIRED_KEYS = {

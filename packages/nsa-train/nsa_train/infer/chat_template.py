@@ -95,7 +95,7 @@ class _RenderProcess:
         return self._end.alive
 
     def answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the child sends: `text`, or `failed` with the reason."""
+        """Send arguments to the child and return its answer: `text`, or `failed` with the reason."""
         if not self._started:
             self._started = True
             if "failed" in (message := self._exchange(b"", _START_S)):

@@ -73,7 +73,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt."""
+    """Continuation of one prompt."""
 
     text: str
     tokens: list[int] = field(repr=False)

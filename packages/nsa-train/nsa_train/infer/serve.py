@@ -73,7 +73,7 @@ def serve_model(
 
 
 def _set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """What a request leaves out: sampling at temperature 1 as in OpenAI's API; `"temperature": 0` is greedy."""
+    """Set defaults for what requests leave out: temperature 1 as in OpenAI's API; `"temperature": 0` is greedy."""
     defaults = dict(
         do_sample=True,
         temperature=1.0,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACEMENT = "�"
-"""What decoders write for bytes that are not UTF-8, also for a character whose last bytes are still missing."""
+"""Character that decoders write for bytes that are not UTF-8, also while the last bytes of one are still missing."""
 _LONGEST_WINDOW, _CONTEXT = 64, 8
 
 

@@ -146,7 +146,7 @@ class _BlockTensors:
         return self.one.tokens * per_token + self.one.rows * per_row + self.operator_results()
 
     def operator_results(self) -> int:
-        """What the attention operators return: part of `saved`."""
+        """Bytes that the attention operators return: part of `saved`."""
         width = self.one.width
         per_branch = width * self.values + FP32 * self.heads  # output and log-sum-exp
         if not self.selects:

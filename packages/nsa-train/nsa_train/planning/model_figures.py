@@ -1,4 +1,4 @@
-"""What the model alone determines: parameters, their shapes, FLOPs per token, KV cache; the same for every layout."""
+"""Figures that the model alone determines, in every layout: parameters, their shapes, FLOPs per token, KV cache."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

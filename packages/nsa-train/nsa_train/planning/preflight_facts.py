@@ -131,7 +131,7 @@ def _disk_free(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class RuleFinding:
-    """What a rule found. `holds` is None if it could not be checked; `what` then gives the reason."""
+    """Finding of a rule. `holds` is None if it could not be checked; `what` then gives the reason."""
 
     holds: bool | None
     what: str

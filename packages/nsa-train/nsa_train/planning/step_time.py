@@ -39,7 +39,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step computes, all devices together."""
+    """Work of one optimizer step, all devices together."""
 
     tokens: int
     flops_per_token: Mapping[str, float]

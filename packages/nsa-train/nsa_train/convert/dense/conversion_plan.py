@@ -42,7 +42,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class LayerReads:
-    """What a token reads in a layer of one kind, and how far that layer equals the source's."""
+    """Keys that a token reads in a layer of one kind, and the length up to which the layer equals the source's."""
 
     layers: int
     """How many layers of this kind there are."""

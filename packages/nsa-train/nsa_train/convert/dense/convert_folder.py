@@ -36,7 +36,7 @@ from nsa_train.convert.weight_files import meta_model, write_weights
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What was written."""
+    """Result of `convert_folder`."""
 
     architecture: str
     """Architecture of the source."""

@@ -27,7 +27,7 @@ _MAY_DIFFER = {"max_position_embeddings", "initializer_range", "bos_token_id", "
 
 @dataclass(frozen=True)
 class DenseExport:
-    """What was written."""
+    """Result of `export_dense`."""
 
     architecture: str
     tensors: int

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SourceModel:
-    """What `NSAForCausalLM` needs to compute the same as the source."""
+    """Description with which `NSAForCausalLM` computes the same as the source."""
 
     architecture: str
     """Architecture as its config.json names it."""

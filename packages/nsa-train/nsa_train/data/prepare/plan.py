@@ -84,7 +84,7 @@ class PreparePlan:
         return of_files + [PrepareTask(names[0], 0, len(names), tuple(names)) for names in self.text_tasks]
 
     def made_from(self) -> dict[str, Any]:
-        """Everything that determines the bytes of the output; the path of the tokenizer file does not.
+        """Values that determine the bytes of the output; the path of the tokenizer file does not.
 
         What earlier versions did not have is left out where it makes no difference: their sets stay valid.
         """

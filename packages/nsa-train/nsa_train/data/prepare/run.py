@@ -162,7 +162,7 @@ def _finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
 
 
 def read_report(out: StorageFolder) -> ReadReport | None:
-    """What was read and skipped for a prepared set; None for a set of an earlier version, or a damaged file."""
+    """Report of what was read and skipped for a prepared set; None for one of an earlier version, or a damaged file."""
     try:
         return ReadReport.from_json(json.loads(out.read_bytes(_REPORT_NAME))) if out.exists(_REPORT_NAME) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -44,7 +44,7 @@ class NamedCount:
 
 @dataclass
 class KindCount:
-    """What was read from files of one kind."""
+    """Counts of what was read from files of one kind."""
 
     files: int = 0
     documents: int = 0

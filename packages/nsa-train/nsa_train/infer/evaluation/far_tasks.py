@@ -44,7 +44,7 @@ _CountTokens = Callable[[str], int]
 
 
 class _TaskText(NamedTuple):
-    """What a task hides and asks, without the hay."""
+    """Sentences that a task hides, and its question, without the hay."""
 
     groups: tuple[tuple[str, ...], ...]
     """Sentences to hide, in the order they must keep within a group. The first of group 0 goes to the asked depth."""

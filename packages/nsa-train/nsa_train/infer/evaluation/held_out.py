@@ -81,7 +81,7 @@ def model_token_scores(model: NSAForCausalLM) -> ScoreTokens:
 
 
 def last_hidden_states(model: NSAForCausalLM, batch: Batch) -> Tensor:
-    """What the head of the model reads [B, S, D]; documents of a row are separate."""
+    """Hidden states [B, S, D] that the head of the model reads; documents of a row are separate."""
     tokens_BS, cu_doc_lens = batch_inputs(batch)
     cu_doc_lens = None if cu_doc_lens is None else cu_doc_lens.to(model.device)
     outputs = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)

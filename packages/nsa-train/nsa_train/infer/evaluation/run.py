@@ -52,7 +52,7 @@ _Progress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate. None: a default that depends on the model."""
+    """Tasks to evaluate and their options. None: a default that depends on the model."""
 
     tasks: Sequence[str] | None = None
     """Tasks to run; None: all that the model's source allows."""
