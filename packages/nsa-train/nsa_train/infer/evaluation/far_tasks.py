@@ -141,7 +141,7 @@ class _Names:
 
     def __init__(self, draw: random.Random, source: str, text: str) -> None:
         self.draw, self._source, self._text = draw, source, text
-        self._given: set[str] = set()
+        self._words: set[str] = set()
 
     def name(self) -> str:
         return self._new(lambda: f"{self.draw.choice(_ADJECTIVES)} {self.draw.choice(_NOUNS)}")
@@ -155,8 +155,8 @@ class _Names:
     def _new(self, make: Callable[[], str]) -> str:
         for _ in range(1000):
             word = make()
-            if word not in self._given and word not in self._text:
-                self._given.add(word)
+            if word not in self._words and word not in self._text:
+                self._words.add(word)
                 return word
         raise ConfigError(f"{self._source} holds all of 1,000 drawn names or numbers. Give another text as --hay.")
 
