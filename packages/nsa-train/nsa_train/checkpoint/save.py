@@ -60,12 +60,12 @@ class HashingWriter(StorageWriter):
         self._checkpoint, self._thread_count = checkpoint, thread_count or _THREADS
         self._copy = copy
         self.copy_failures: list[str] = []
-        """Of all ranks; on rank 0, when the save has finished."""
+        """Failed copies of all ranks; on rank 0, when the save has finished."""
         self._hashed = dict(hashed or {})
         self._rank = 0
         self._uploaded: list[str] = []
         self.hashes: dict[str, ManifestEntry] = {}
-        """Of the files of all ranks; on rank 0, when the save has finished."""
+        """Hashes of the files of all ranks; on rank 0, when the save has finished."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs["rank"]

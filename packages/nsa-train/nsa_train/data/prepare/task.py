@@ -67,7 +67,7 @@ class ReadUnits(PrepareStep):
     def __init__(self, plan: PreparePlan, out_url: str) -> None:
         super().__init__(plan, out_url)
         self.task: TaskReader | None = None
-        """Of the rank that runs, with its report."""
+        """Reader of the task that runs, with its report."""
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
         out = StorageFolder(self.out_url)
