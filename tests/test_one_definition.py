@@ -36,7 +36,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa_train.convert.model_settings import exported_config, model_settings
 from nsa.hf.configuration import NSAConfig
-from nsa_train.infer.layer_variants import _OF_SPARSE_LAYERS
+from nsa_train.infer.evaluation.layer_harm import _OF_SPARSE_LAYERS
 from nsa_train.run_model import build_model
 
 sizes = dict(dim=16, n_heads=6, n_kv_groups=1, d_k=4, d_v=4)

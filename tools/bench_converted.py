@@ -33,7 +33,7 @@ from nsa_train.convert.dense.conversion_record import CONVERSION, ConversionReco
 from nsa_train.convert.dense.source_folder import parse_source_config
 from nsa_train.convert.export_folder import DTYPES
 from nsa_train.convert.import_folder import read_config
-from nsa_train.infer.layer_variants import with_layer_kinds
+from nsa_train.infer.evaluation.layer_harm import with_layer_kinds
 from nsa_train.infer.load_model import LoadedModel, load_model
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_train.cli.main import app
-from nsa_train.infer.evaluation.far_tasks import CANDIDATES, CHAINS, FAR_TASKS, HOPS, PAIRS
+from nsa_train.infer.evaluation.far_tasks import _CANDIDATES, _PAIRS, CHAINS, FAR_TASKS, HOPS
 from nsa_train.infer.evaluation.hay import BUILT_IN
 from nsa_train.observe.evaluations import read_evaluations
 from tests.docs.blocks import blocks, nsa_commands, unknown_words
@@ -59,6 +59,6 @@ def test_commands_of_the_harness_parse():
 def test_the_table_of_tasks_is_that_of_the_code():
     rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+):", TEXT, re.MULTILINE)
     assert {task: int(n) for task, n in rows} == dict(
-        zip(FAR_TASKS, (CANDIDATES, CANDIDATES, CHAINS, PAIRS), strict=True)
+        zip(FAR_TASKS, (_CANDIDATES, _CANDIDATES, CHAINS, _PAIRS), strict=True)
     )
-    assert (CHAINS, HOPS, PAIRS) == (4, 3, 16)
+    assert (CHAINS, HOPS, _PAIRS) == (4, 3, 16)

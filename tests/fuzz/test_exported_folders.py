@@ -21,13 +21,13 @@ from nsa_train.convert.export_folder import CONFIG, export_folder
 from nsa_train.convert.import_folder import import_folder, open_exported
 from nsa_train.convert.tokenizer_files import TOKENIZER_CONFIG
 from nsa_train.convert.training_record import TRAINING_RECORD
-from nsa_train.convert.weight_files import WEIGHTS_INDEX
+from nsa_train.convert.weight_files import _WEIGHTS_INDEX
 from nsa_train.infer import load_model
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import edited_folder, edits_of_folder, json_bytes, mutated_json
 from tests.trained_runs import files_of, write_run
 
-DOCUMENTS = (CONFIG, TOKENIZER_CONFIG, TRAINING_RECORD, WEIGHTS_INDEX)
+DOCUMENTS = (CONFIG, TOKENIZER_CONFIG, TRAINING_RECORD, _WEIGHTS_INDEX)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nsa.errors import DataError, NSAError
 from nsa_train.data.rows.specs import PreparedData
 from nsa_train.data.shards.inspect import find_document, first_documents, length_stats, verify_set
-from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, parse_manifest, read_manifest
+from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, _parse_manifest, read_manifest
 from nsa_train.data.shards.reader import ShardReader
 from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa_train.storage import StorageFolder
@@ -64,7 +64,7 @@ def seal(content: Any) -> Any:
 def test_manifests(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     """A damaged manifest is refused; one that was sealed again gives the stored tokens of the shards that it names."""
     folder, files = prepared
-    original = parse_manifest(files[MANIFEST_NAME], "m")
+    original = _parse_manifest(files[MANIFEST_NAME], "m")
     stored = dict(tokens_by_shard(folder, original))
     good = json.loads(files[MANIFEST_NAME])
 
@@ -109,7 +109,7 @@ def test_shards(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]]) -> 
     """What is read of a damaged set is what was written, and `nsa data verify` names exactly the damaged files."""
     folder, files = prepared
     place = StorageFolder(str(folder))
-    manifest = parse_manifest(files[MANIFEST_NAME], "m")
+    manifest = _parse_manifest(files[MANIFEST_NAME], "m")
     rows = rows_of(folder)
     shown = first_documents(place, manifest, TRAIN, documents=60, max_tokens=100)
     assert [document.ids[:-1] for document in shown] == [tokens.tolist() for _, tokens in DOCUMENTS]

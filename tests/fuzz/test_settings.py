@@ -15,7 +15,7 @@ from nsa.errors import ConfigError
 from nsa_train.config import load
 from nsa_train.config.describe import choices, plain
 from nsa_train.config.env import RETIRED, VARIABLES
-from nsa_train.config.load import COMMAND_LINE
+from nsa_train.config.load import _COMMAND_LINE
 from nsa_train.config.model_sections import PRESETS
 from nsa_train.config.schema import RETIRED_KEYS, RunConfig, settings
 from tests.fuzz.campaign import FuzzCampaign
@@ -75,7 +75,7 @@ def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         of_preset = {f"nsa.{key}" for preset in PRESETS.values() for key in preset} if "nsa.preset" in given else set()
         assert {key for key in found if found[key] != plain[key]} <= given.keys() | DERIVED | of_preset
         assert values_of(load(file, overrides=list(given.values()))) == found
-        assert all(config.origin(key) == COMMAND_LINE for key in given)
+        assert all(config.origin(key) == _COMMAND_LINE for key in given)
         assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == found
 
     fuzz.run(

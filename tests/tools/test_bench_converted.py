@@ -11,7 +11,7 @@ from nsa.errors import ConfigError
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
 from nsa_train.convert.dense.conversion_record import CONVERSION
 from nsa_train.convert.dense.convert_folder import convert_folder
-from nsa_train.infer.layer_variants import with_layer_kinds
+from nsa_train.infer.evaluation.layer_harm import with_layer_kinds
 from nsa_train.infer.load_model import load_model
 from tests.nsa_train.convert.dense_sources import save_dense, token_ids
 from tools import bench_converted

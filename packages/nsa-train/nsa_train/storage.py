@@ -104,12 +104,12 @@ class StorageFolder:
         selector = arrow_fs.FileSelector(start, recursive=True, allow_not_found=bool(below))
         with self._explained("the files cannot be listed"):
             infos = self._fs.get_file_info(selector)
-        found = [
+        files = [
             (info.path[len(self._root) :].lstrip("/"), int(info.size))
             for info in infos
             if info.type == arrow_fs.FileType.File and info.path.endswith(endings)
         ]
-        return sorted(found)
+        return sorted(files)
 
     def exists(self, name: str) -> bool:
         from pyarrow import fs as arrow_fs
@@ -218,7 +218,7 @@ def _arrow_s3(address: StorageAddress) -> Any:
     if address.endpoint:
         at = urlsplit(address.endpoint)
         arguments |= {"scheme": at.scheme, "endpoint_override": at.netloc}
-        plain_s3_checksums()  # our own SHA-256 does what they would
+        _plain_s3_checksums()  # our own SHA-256 does what they would
     if address.region:
         arguments["region"] = address.region
     return arrow_fs.S3FileSystem(
@@ -229,7 +229,7 @@ def _arrow_s3(address: StorageAddress) -> Any:
     )
 
 
-def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
+def boto3_client(address: StorageAddress, *, patient: bool) -> Any:
     """Path-style addressing works with stores at a plain address, too; AWS_ENDPOINT_URL is read by boto3 itself.
 
     patient: whether failed requests are repeated, with long timeouts; otherwise one attempt of some seconds.
@@ -238,11 +238,11 @@ def boto3_client(address: StorageAddress, *, patient: bool = True) -> Any:
     from botocore.session import Session  # type: ignore[import-untyped]
 
     if address.endpoint:
-        plain_s3_checksums()
-    found = Session().get_credentials()  # as files and variables are now
+        _plain_s3_checksums()
+    credentials = Session().get_credentials()  # as files and variables are now
     variables = tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith("AWS_")))
     with _session_lock:  # sessions are not made for threads, clients are
-        return _boto3_session(found and found.get_frozen_credentials(), variables).client(
+        return _boto3_session(credentials and credentials.get_frozen_credentials(), variables).client(
             "s3",
             endpoint_url=address.endpoint,
             region_name=address.region,
@@ -270,6 +270,6 @@ def _boto3_session(credentials: Any, variables: tuple[tuple[str, str], ...]) -> 
     return Session()
 
 
-def plain_s3_checksums() -> None:
-    """Some S3 services (Ceph 16) refuse the client's trailing checksums with status 411; a user's own choice wins."""
+def _plain_s3_checksums() -> None:
+    """Turn off trailing checksums, which some S3 services (Ceph 16) refuse with 411; a user's own choice wins."""
     os.environ.setdefault("AWS_REQUEST_CHECKSUM_CALCULATION", "when_required")

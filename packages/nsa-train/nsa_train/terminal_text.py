@@ -22,5 +22,5 @@ def printable(text: object, most: int | None = None, *, keep_newlines: bool = Fa
 
 
 def _escaped(letter: str) -> str:
-    """As Python spells it: \\n, \\x1b, \\u202e; half of a surrogate pair too, which no terminal's encoding has."""
+    """Escape a character as Python does: \\n, \\x1b, \\u202e, and half of a surrogate pair, which has no encoding."""
     return letter.encode("unicode_escape").decode("ascii")

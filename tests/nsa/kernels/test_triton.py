@@ -16,7 +16,7 @@ from nsa.kernels.registry import BACKENDS
 from nsa.kernels.self_check.comparison import blocks_error, relative_rms
 from nsa.kernels.self_check.kernel_call import KernelCall
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.activations import ForwardPass, workspace_bytes
+from nsa_train.planning.activations import ForwardPass, _workspace_bytes
 from tests.backends import RUN_HERE
 from tests.nsa.kernels.grid_order import ORDERS, programs_run
 
@@ -175,7 +175,7 @@ def test_slots_are_what_is_reckoned_before_a_run():
     nsa = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
     model = dict(dim=192, n_heads=6, n_kv_groups=1, d_k=32, d_v=32)
     config = RunConfig.model_validate({"model": model, "nsa": nsa, "kernels": {"selected": "triton"}})
-    reckoned = workspace_bytes(config, ForwardPass(1, 192, 257, autocast=False, width=4, on_gpu=True))
+    reckoned = _workspace_bytes(config, ForwardPass(1, 192, 257, autocast=False, width=4, on_gpu=True))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
         call.by_kernel("triton", "selected", CPU)
     sizes = [e.nbytes() for e in heard.profiler.kineto_results.events() if e.name() == "[memory]"]

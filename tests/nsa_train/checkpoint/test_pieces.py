@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from nsa.errors import CheckpointError
 from nsa_train.checkpoint.pieces import (
-    MOST_PIECES,
+    _MOST_PIECES,
     SMALLEST_PIECE_BYTES,
     Piece,
     PlannedTensor,
@@ -59,7 +59,7 @@ def test_scalars_are_one_piece_and_empty_shards_none():
 
 def test_the_number_of_pieces_is_bounded():
     assert piece_bytes(80 << 30) == SMALLEST_PIECE_BYTES
-    assert (900 << 30) / piece_bytes(900 << 30) <= MOST_PIECES + 1
+    assert (900 << 30) / piece_bytes(900 << 30) <= _MOST_PIECES + 1
 
 
 def test_shares_are_contiguous_and_of_like_size():

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nsa_train.checkpoint import pieces
 from nsa_train.checkpoint.pieces import RankPieces, merge
-from nsa_train.checkpoint.save_plan import SavePlanCache, SharedSavePlanner, offer
+from nsa_train.checkpoint.save_plan import SavePlanCache, SharedSavePlanner, _offer
 
 SIZES = {"embeddings": (50, 16), "w1": (64, 16), "w2": (16, 64), "norm": (16,), "odd": (5, 3)}
 
@@ -49,7 +49,7 @@ def offers(mesh_shape: tuple[int, ...], placements: tuple[object, ...]) -> list[
     world = 1
     for size in mesh_shape:
         world *= size
-    return [offer(state_of(rank, mesh_shape, placements), {}) for rank in range(world)]
+    return [_offer(state_of(rank, mesh_shape, placements), {}) for rank in range(world)]
 
 
 def written(ranks: list[RankPieces]) -> list[int]:
@@ -96,7 +96,7 @@ def test_pieces_are_ordered_by_their_place_in_the_shard():
 
 def test_plain_tensors_of_all_ranks_are_divided_by_rank_0():
     state = {name: torch.zeros(size) for name, size in SIZES.items()}
-    ranks = [offer(state, {}) for _ in range(4)]
+    ranks = [_offer(state, {}) for _ in range(4)]
     sizes = written(ranks)
     assert sum(sizes) == TOTAL - 4
     assert max(sizes) < 1.3 * min(sizes)

@@ -112,11 +112,11 @@ def test_a_changed_tokenizer_is_refused_like_any_changed_file(copied):
 
 def test_settings_of_another_version_are_refused_by_name(copied):
     def change(folder: Path) -> None:
-        from nsa_train.checkpoint.run_state import fingerprint
+        from nsa_train.checkpoint.run_state import _fingerprint
 
         state = json.loads((folder / "state.json").read_text())
         state["config"]["model"]["dim"] = "wide"
-        state["config_fingerprint"] = fingerprint(state["config"])
+        state["config_fingerprint"] = _fingerprint(state["config"])
         (folder / "state.json").write_text(json.dumps(state))
 
     with pytest.raises(CheckpointError, match="settings"):

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa_train.infer.selection_map import SelectionMap, share_of_groups, side_by_side, text_rows
+from nsa_train.infer.selection_map import SelectionMap, _share_of_groups, _text_rows, side_by_side
 from tests import fork_server
 from tests.nsa_train.train.runs import environment
 
@@ -60,9 +60,9 @@ def test_the_demo_stops_and_continues(tmp_path):
 
 def test_a_map_shows_the_share_of_groups_that_chose_a_block():
     idx_SGN = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [0, -1]]])
-    share = share_of_groups(idx_SGN, 2)
+    share = _share_of_groups(idx_SGN, 2)
     assert share.tolist() == [[1.0, 0.0], [1.0, 0.5]]
-    assert text_rows(SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
+    assert _text_rows(SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 2), (40, 4), (10, 8)])

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from nsa.errors import ConfigError, DataError, OutputError
 from nsa_train.cli.main import app
-from nsa_train.cli.prepare import progress_text
+from nsa_train.cli.prepare import _progress_text
 from nsa_train.cli.train import _progress
 from nsa_train.config import load
 from nsa_train.data.prepare.run import PrepareProgress
 from nsa_train.data.tokenizer import train_bpe
-from nsa_train.planning.data_size import SHIPPED_MODELS, advise
+from nsa_train.planning.data_size import _SHIPPED_MODELS, advise
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,7 +94,7 @@ def test_the_live_line_drops_parts_and_cuts_none(width: int) -> None:
 def test_progress_has_a_share_and_the_time_left() -> None:
     progress = PrepareProgress("tokenize", 1, 4, 30, 10, 50, 99, 2_000_000, 10.0)
     assert progress.left_s == pytest.approx(10.0)
-    line = progress_text(progress)
+    line = _progress_text(progress)
     assert "60%" in line
     assert "0:10 left" in line
     assert len(f"{line} … 3600 s") <= 80
@@ -150,7 +150,7 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
     from nsa_train.planning.hardware import parse_target
 
     vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_half_hour.yaml": 2048}
-    for name, parameters in SHIPPED_MODELS.items():
+    for name, parameters in _SHIPPED_MODELS.items():
         config = load(ROOT / name, environ={})
         found = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))
         assert found.parameters.total == parameters, name

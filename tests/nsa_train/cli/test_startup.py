@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.cli.startup import SPIN_COUNT, prepare_process
+from nsa_train.cli.startup import _SPIN_COUNT, prepare_process
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,14 +33,14 @@ def openmp_settings(**environ: str) -> str:
 
 
 def test_openmp_takes_the_spin_count():
-    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in openmp_settings()
+    assert f"GOMP_SPINCOUNT = '{_SPIN_COUNT}'" in openmp_settings()
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "77"), ("OMP_WAIT_POLICY", "ACTIVE")])
 def test_a_value_of_the_user_stays(name, value):
     said = openmp_settings(**{name: value})
     assert f"{name} = '{value}'" in said
-    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" not in said
+    assert f"GOMP_SPINCOUNT = '{_SPIN_COUNT}'" not in said
 
 
 def test_only_a_missing_numpy_is_not_reported(monkeypatch):

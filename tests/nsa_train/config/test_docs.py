@@ -13,9 +13,9 @@ FOLDER = Path(__file__).parents[3] / "docs"
 @pytest.mark.parametrize("name", docs.pages())
 def test_page_is_fresh(name):
     page = FOLDER / name
-    assert page.is_file(), f"docs/{name} is missing: run `{docs.REFRESH}` and commit the result"
+    assert page.is_file(), f"docs/{name} is missing: run `{docs._REFRESH}` and commit the result"
     fresh = page.read_text(encoding="utf-8") == docs.pages()[name]
-    assert fresh, f"docs/{name} is stale: run `{docs.REFRESH}` and commit the result"
+    assert fresh, f"docs/{name} is stale: run `{docs._REFRESH}` and commit the result"
 
 
 def test_every_setting_and_every_name_is_on_its_page():

@@ -12,7 +12,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.kernels import registry
 from nsa_train.config.describe import choices
-from nsa_train.config.env import BRANCHES
+from nsa_train.config.env import _BRANCHES
 from nsa_train.config.schema import RunConfig, settings
 
 ENUMERATED = {key: choices(field) for key, field in settings().items() if choices(field)}
@@ -89,4 +89,4 @@ def test_the_engine_knows_every_data_parallel_option_and_schedule():
 
 
 def test_the_kernel_settings_are_the_branches_of_the_registry():
-    assert set(BRANCHES) == set(registry.BRANCHES)
+    assert set(_BRANCHES) == set(registry.BRANCHES)

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from nsa.errors import CheckpointError
 from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.convert.model_card import model_card
-from nsa_train.convert.training_record import TrainingRecord, public_settings, record_of
+from nsa_train.convert.training_record import TrainingRecord, _public_settings, record_of
 from nsa_train.observe.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 
@@ -110,6 +110,6 @@ def test_foreign_text_stays_text(run, text):
 )
 def test_paths_and_credentials_are_left_out(path, shown):
     config = settings(data={"path": path}, train={"checkpoint_key_file": "/keys/secret"})
-    public = public_settings(config)
+    public = _public_settings(config)
     assert public["data"]["path"] == shown
     assert "secret" not in json.dumps(public)

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError
-from nsa_train.data.permutation import MAX_ROWS, FeistelPermutation, WindowedPermutation, derive_key, seeded_permutation
+from nsa_train.data.permutation import (
+    _MAX_ROWS,
+    FeistelPermutation,
+    WindowedPermutation,
+    derive_key,
+    seeded_permutation,
+)
 
 
 @given(n=st.integers(1, 5000), key=st.integers(0, 2**64 - 1))
@@ -38,7 +44,7 @@ def test_windowed_order_uses_few_blocks_at_a_time_but_moves_everything() -> None
     assert (rows == np.arange(10_000)).mean() < 0.01
 
 
-@pytest.mark.parametrize("n", [MAX_ROWS, MAX_ROWS - 1, 2**61 + 12345, 2**32, 2**32 + 1, 7_324_218_750])
+@pytest.mark.parametrize("n", [_MAX_ROWS, _MAX_ROWS - 1, 2**61 + 12345, 2**32, 2**32 + 1, 7_324_218_750])
 def test_huge_orders_are_exact_at_both_ends(n: int) -> None:
     order = FeistelPermutation(n, 42)
     places = np.concatenate([np.arange(1000), np.arange(n - 1000, n, dtype=np.int64)])
@@ -72,7 +78,7 @@ def test_neighbours_are_spread_evenly() -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 28  # 0.1 % of fair orders exceed this
 
 
-@pytest.mark.parametrize("n", [0, -1, MAX_ROWS + 1])
+@pytest.mark.parametrize("n", [0, -1, _MAX_ROWS + 1])
 def test_impossible_sizes_are_refused(n: int) -> None:
     with pytest.raises(ConfigError):
         FeistelPermutation(n, 0)

@@ -1,5 +1,8 @@
 """A model is loaded from a run, a checkpoint or an exported folder, verified first, with the tokenizer it was trained
-with; everything else is refused with what to do."""
+with; everything else is refused with what to do.
+
+A dense model of Transformers is loaded as it is: the logits of Transformers, for every kind of layer it has.
+"""
 
 import json
 import shutil
@@ -16,10 +19,14 @@ from nsa.errors import CheckpointError, ConfigError, DataError
 from nsa_train.checkpoint.load import export as export_weights
 from nsa_train.checkpoint.manifest import read_key
 from nsa_train.checkpoint.trained_model import open_trained_model
+from nsa_train.convert.dense.conversion_plan import ConversionOptions
+from nsa_train.convert.dense.convert_folder import convert_folder
 from nsa_train.convert.export_folder import export_folder
 from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
 from nsa_train.infer import load_model
+from nsa_train.infer.load_model import _is_source, load_reference
 from nsa_train.run_model import build_model
+from tests.nsa_train.convert.dense_sources import save_dense, token_ids
 from tests.trained_runs import write_run
 
 PROMPT = "The quick brown fox jumps over the lazy dog"
@@ -198,3 +205,30 @@ def test_the_tokenizer_of_the_loaded_model_reads_as_ours(run):
     loaded = load_model(run, device="cpu")
     (ours,) = ByteTokenizer().encode_batch(["héllo <|endoftext|>"])
     assert loaded.encode(["héllo <|endoftext|>"]) == [ours.tolist()]
+
+
+@pytest.mark.parametrize("case", ["llama tied", "qwen2 sliding", "olmo3", "phi3 partial"])
+def test_a_dense_folder_gives_the_logits_of_transformers(case, tmp_path):
+    model, ids = save_dense(tmp_path / "dense", case), token_ids(60)
+    loaded = load_reference(tmp_path / "dense", device=torch.device("cpu"), dtype=torch.float32)
+    assert loaded.source.step is None
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_of_ours_is_loaded_as_by_load_model(tmp_path):
+    save_dense(tmp_path / "dense")
+    convert_folder(tmp_path / "dense", tmp_path / "sparse", ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24))
+    assert _is_source(tmp_path / "dense")
+    assert not _is_source(tmp_path / "sparse")
+    assert not _is_source(tmp_path)
+    loaded = load_reference(tmp_path / "sparse", device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert loaded.model.config.layer_kinds() == ["merged"] * 4
+    assert loaded.model.dtype == torch.bfloat16
+
+
+def test_what_cannot_be_converted_cannot_be_compared_with(tmp_path):
+    save_dense(tmp_path / "dense")
+    (tmp_path / "dense" / "config.json").write_text('{"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}')
+    with pytest.raises(CheckpointError):
+        load_reference(tmp_path / "dense", device=torch.device("cpu"), dtype=torch.float32)

@@ -12,7 +12,7 @@ from nsa.kernels.triton import SLOT_BYTES
 from nsa.model import loss
 from nsa.options import ATTENTION_KINDS, CHECKPOINTING
 from nsa_train.config.schema import KernelsConfig, RunConfig
-from nsa_train.planning.activations import ForwardPass, workspace_bytes
+from nsa_train.planning.activations import ForwardPass, _workspace_bytes
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
 from tests.nsa.kernels.fake_gpu import fake_gpu
@@ -172,7 +172,7 @@ def test_the_triton_kernels_take_slots_up_to_a_limit():
     config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"selected": "triton"})})
 
     def workspace(seq_len: int) -> int:
-        return workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
+        return _workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
 
     itself, slots = 6 * 32 * 2, 6 * 2 * 4 * 32 * 2
     assert workspace(4096) >= 4096 * slots
@@ -186,7 +186,7 @@ def test_the_triton_kernels_take_slots_up_to_a_limit():
 def test_the_portable_kernels_on_a_gpu_take_what_they_allocate(seq_len):
     """Against tensors recorded on fake CUDA tensors, in the backward pass of the selected branch."""
     config = config_of("blocks", precision="bf16", checkpointing=False)
-    reckoned = workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
+    reckoned = _workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
     model, geometry = config.model, config.nsa.geometry
     heads = 1, seq_len, model.n_kv_groups, model.n_heads // model.n_kv_groups
 

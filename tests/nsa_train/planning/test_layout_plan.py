@@ -6,10 +6,9 @@ import pytest
 
 from nsa_train.config import load
 from nsa_train.config.parallel_rules import broken_parallel_rules
-from nsa_train.planning.branch_shares import branch_shares
 from nsa_train.planning.collective_bytes import CollectiveUse, weight_shards
 from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
-from nsa_train.planning.layout_plan import CALL_S, LINK_SHARE, link_traffic, plan_layouts
+from nsa_train.planning.layout_plan import _CALL_S, _LINK_SHARE, _branch_shares, _link_traffic, plan_layouts
 from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
 from nsa_train.planning.model_figures import ParameterShapes, model_figures
 from nsa_train.planning.step_counts import CollectiveGroup, CollectiveTotal, StepCounts
@@ -61,17 +60,17 @@ def test_waiting_communication_counts_and_hidden_communication_does_not():
 def test_a_group_inside_a_node_has_the_nodes_links_and_one_across_them_the_network():
     target, total = parse_target("h100-80gb:64"), CollectiveTotal(0, 8 * 10**9)
     inside, across, replicas = (
-        link_traffic(CollectiveUse("x", CollectiveGroup("all_gather", 8, stride), total), target)
+        _link_traffic(CollectiveUse("x", CollectiveGroup("all_gather", 8, stride), total), target)
         for stride in (1, 2, 8)
     )
     assert inside.in_node
     assert not across.in_node
     assert inside.received_bytes == 7e9
-    assert inside.seconds == pytest.approx(7 / (450 * LINK_SHARE))
-    assert across.seconds == pytest.approx(7 / (4 * 50 * LINK_SHARE))  # four network cards of a node
-    assert replicas.seconds == pytest.approx(7 / (50 * LINK_SHARE))
-    called = link_traffic(CollectiveUse("x", CollectiveGroup("all_reduce", 2, 1), CollectiveTotal(10, 0)), target)
-    assert called.seconds > 10 * CALL_S
+    assert inside.seconds == pytest.approx(7 / (450 * _LINK_SHARE))
+    assert across.seconds == pytest.approx(7 / (4 * 50 * _LINK_SHARE))  # four network cards of a node
+    assert replicas.seconds == pytest.approx(7 / (50 * _LINK_SHARE))
+    called = _link_traffic(CollectiveUse("x", CollectiveGroup("all_reduce", 2, 1), CollectiveTotal(10, 0)), target)
+    assert called.seconds > 10 * _CALL_S
 
 
 def test_a_parameter_with_fewer_rows_than_shards_is_padded():
@@ -100,7 +99,7 @@ def test_context_parallel_ranks_share_weights_too():
 
 
 def test_at_a_million_tokens_the_compressed_branch_reads_forty_times_the_rest():
-    shares = {each.branch: each for each in branch_shares(config("train.seq_len=1000000", "nsa.d=16"))}
+    shares = {each.branch: each for each in _branch_shares(config("train.seq_len=1000000", "nsa.d=16"))}
     rest = shares["selected"].reads_of_last + shares["sliding"].reads_of_last
     assert shares["compressed"].reads_of_last == pytest.approx(62_500, abs=2)
     assert shares["compressed"].reads_of_last / rest == pytest.approx(40, abs=2)
@@ -109,7 +108,7 @@ def test_at_a_million_tokens_the_compressed_branch_reads_forty_times_the_rest():
 
 def test_merged_layers_read_blocks_before_the_window_and_attend_to_no_compressed_keys():
     whole = config("train.seq_len=8192", "model.attention=merged", "nsa.selector_loss=1.0")
-    shares = {each.branch: each for each in branch_shares(whole)}
+    shares = {each.branch: each for each in _branch_shares(whole)}
     g, model = whole.nsa.geometry, whole.model
     assert shares["compressed"].reads_of_last == g.n_compressed(8192 - g.w)
     assert shares["selected"].reads_of_last == g.n_selected_tokens(8192 - g.w)

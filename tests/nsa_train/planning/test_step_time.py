@@ -11,7 +11,7 @@ from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train.config import load
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import parse_target
-from nsa_train.planning.step_time import backend_that_will_run, portable_bytes_per_token
+from nsa_train.planning.step_time import _portable_bytes_per_token, backend_that_will_run
 
 CONFIG = load("configs/train_50k.yaml")
 VOCAB = 32_768
@@ -71,9 +71,9 @@ def test_the_portable_time_is_bytes_over_bandwidth():
     """Near the 4 to 15 thousand tokens/s that two independent models gave for this model on an A100."""
     (portable,) = [one for one in reckon().backends if one.backend == "portable"]
     assert 4000 < reckon().tokens_per_step / portable.step_s < 18_000
-    assert portable_bytes_per_token(CONFIG, recomputed=True) > portable_bytes_per_token(CONFIG, recomputed=False)
+    assert _portable_bytes_per_token(CONFIG, recomputed=True) > _portable_bytes_per_token(CONFIG, recomputed=False)
     by_hand = 12 * 12 * 4 * (2 * 16 * 128 * 16 + (2 * 16 * 64 + 127 + 2 * 512) * 18)
-    assert portable_bytes_per_token(CONFIG, recomputed=False) == by_hand
+    assert _portable_bytes_per_token(CONFIG, recomputed=False) == by_hand
     fast = replace(parse_target("a100-80gb"), device=replace(parse_target("a100-80gb").device, bandwidth_gb_s=4078))
     faster = estimate(CONFIG, fast, VOCAB).backends[1]
     assert portable.step_s / 2 < faster.step_s < 0.6 * portable.step_s

@@ -14,7 +14,7 @@ from typing import Self
 from nsa.files import fsync_data
 
 BLOCK_BYTES = 8 << 20
-RawBytes = bytes | bytearray | memoryview
+_RawBytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class ManifestEntry:
     """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
 
 
-def same_content(listed: ManifestEntry, found: ManifestEntry) -> bool:
+def same_content(listed: ManifestEntry, actual: ManifestEntry) -> bool:
     """Whether a file that was just hashed is the one listed."""
     if listed.sha256 is not None:
-        return (listed.bytes, listed.sha256) == (found.bytes, found.sha256)
-    return (listed.bytes, listed.blocks) == (found.bytes, found.blocks)
+        return (listed.bytes, listed.sha256) == (actual.bytes, actual.sha256)
+    return (listed.bytes, listed.blocks) == (actual.bytes, actual.blocks)
 
 
 class BlockHasher:
@@ -42,7 +42,7 @@ class BlockHasher:
         self._block, self._left = hashlib.sha256(), BLOCK_BYTES
         self._entire = hashlib.sha256() if whole else None
 
-    def update(self, chunk: RawBytes) -> None:
+    def update(self, chunk: _RawBytes) -> None:
         rest = memoryview(chunk).cast("B")
         self.bytes += len(rest)
         if self._entire is not None:
@@ -61,7 +61,7 @@ class BlockHasher:
         return ManifestEntry(self.bytes, (*self._blocks, *last), entire)
 
 
-def hash_blocks(chunks: Iterable[RawBytes], *, whole: bool = False) -> ManifestEntry:
+def hash_blocks(chunks: Iterable[_RawBytes], *, whole: bool = False) -> ManifestEntry:
     hasher = BlockHasher(whole=whole)
     for chunk in chunks:
         hasher.update(chunk)
@@ -91,7 +91,7 @@ class HashedFile:
         finally:
             self._file.close()
 
-    def write(self, content: RawBytes) -> int:
+    def write(self, content: _RawBytes) -> int:
         try:
             self._file.write(content)
         except OSError as error:
@@ -101,7 +101,7 @@ class HashedFile:
         return memoryview(content).nbytes
 
     def flush(self) -> None:
-        """Does nothing: torch.save flushes after every tensor."""
+        """Do nothing: torch.save flushes after every tensor."""
 
     def tell(self) -> int:
         return self._hasher.bytes

@@ -106,8 +106,8 @@ class CheckpointFolder:
         """Steps that have a folder, complete or not, ascending."""
         if not self.path.is_dir():
             return []
-        found = (names.step_of(path.name) for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
-        return sorted(step for step in found if step is not None)
+        numbers = (names.step_of(path.name) for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(step for step in numbers if step is not None)
 
     def committed_steps(self) -> list[int]:
         """Steps whose COMMIT.json is intact: quick, for counting progress. Tensors are not verified."""
@@ -155,7 +155,7 @@ class CheckpointFolder:
         return ResumableCheckpoint(None, None, tuple(passed_over))
 
     def staging(self, step: int) -> Path:
-        """Where the ranks write: the same path on every rank. Rank 0 calls `begin` first."""
+        """The folder into which the ranks write, with one path on every rank. Rank 0 calls `begin` first."""
         return self.path / f"{names.SAVING}{names.step_name(step)}"
 
     def begin(self, step: int) -> Path:
@@ -223,10 +223,10 @@ class CheckpointFolder:
         """
         committed: Future[Path] = Future()
 
-        def finish(done: "Future[Any]") -> None:
+        def finish(future: "Future[Any]") -> None:
             try:
                 # DCP reports a failure on any rank by an exception that is no Exception.
-                if (failure := done.exception()) is not None:
+                if (failure := future.exception()) is not None:
                     raise CheckpointError(f"step {step} was not written ({failure}): nothing was committed.")
                 path = self.commit(step, reason, hashed())
                 if then is not None:
@@ -252,7 +252,7 @@ class CheckpointFolder:
         """Repair what a kill left behind and return what was done. Requires the run's lock; call it before saving."""
         if not self.path.is_dir():
             return []
-        done = []
+        repairs = []
         for path in sorted(self.path.iterdir()):
             if path.is_symlink() or not names.is_leftover(path.name):
                 continue
@@ -260,16 +260,16 @@ class CheckpointFolder:
             if path.name.startswith(names.REPLACED) and not original.exists():
                 os.rename(path, original)
                 fsync_path(self.path)
-                done.append(f"restored {original.name}: a kill interrupted its replacement")
+                repairs.append(f"restored {original.name}: a kill interrupted its replacement")
             else:
                 shutil.rmtree(path)
-                done.append(f"removed {path.name}: left by a killed process")
+                repairs.append(f"removed {path.name}: left by a killed process")
         (self.path / names.NEW_LINK).unlink(missing_ok=True)
         committed = self.committed_steps()
         if committed and self.latest() != committed[-1]:
             self._point_latest_at(committed[-1])
-            done.append(f"pointed {names.LATEST} at {names.step_name(committed[-1])}")
-        return done
+            repairs.append(f"pointed {names.LATEST} at {names.step_name(committed[-1])}")
+        return repairs
 
     def _rename(self, staging: Path, target: Path) -> None:
         replaced = self.path / f"{names.REPLACED}{target.name}"
@@ -289,7 +289,7 @@ class CheckpointFolder:
 
     def _delete_old(self) -> None:
         """Apply retention. Rejected checkpoints are neither counted nor deleted: they are evidence, not a fallback."""
-        saved = {step: found.reason for step, found in self.committed().items() if step not in self._suspect}
+        saved = {step: manifest.reason for step, manifest in self.committed().items() if step not in self._suspect}
         for step, why in self._retention.why_kept(saved).items():
             if why or step == self.latest():
                 continue

@@ -28,7 +28,7 @@ from nsa_train.checkpoint.pickle_scan import read_index, read_piece, require_har
 from nsa_train.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
 from nsa_train.checkpoint.verified_files import VerifiedFiles
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _READ_AHEAD = 2
 """Pieces in memory per thread: those being read, and as many waiting."""
@@ -54,7 +54,7 @@ def open_checkpoint(
     if not checkpoint.is_dir():
         raise CheckpointError(f"{checkpoint} does not exist. `nsa checkpoint ls RUN_FOLDER` shows what there is.")
     if allow_foreign and not os.path.lexists(checkpoint / names.COMMIT):
-        log.warning("%s has no %s: damage to its tensors cannot be detected", checkpoint, names.COMMIT)
+        _log.warning("%s has no %s: damage to its tensors cannot be detected", checkpoint, names.COMMIT)
         store = LocalFiles(checkpoint)
         if irregular := sorted(name for name, size in store.files().items() if size == IRREGULAR):
             raise CheckpointError(f"{checkpoint / irregular[0]} is a link: a checkpoint holds its own files only.")
@@ -129,9 +129,9 @@ class VerifiedReader(StorageReader):
                 )
             target.copy_(part)
             planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
     def _read(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, object]]:
         """Every item with its value, in the order of the files; threads read a few ahead."""

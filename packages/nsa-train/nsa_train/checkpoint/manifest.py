@@ -20,7 +20,7 @@ from nsa.files import open_regular
 from nsa_train.checkpoint.block_hashes import BLOCK_BYTES, ManifestEntry, hash_blocks, same_content
 from nsa_train.names import COMMIT
 
-FORMAT = 2
+_FORMAT = 2
 _WHOLE_FILE_FORMAT = 1  # one SHA-256 per file, however large
 LARGEST_COMMIT_BYTES = 64 << 20  # enough for the blocks of 8 TB
 CHUNK_BYTES = 4 << 20
@@ -56,7 +56,7 @@ class LocalFiles:
 
     def files(self) -> dict[str, int]:
         """Size by name. A file that disappears meanwhile, e.g. the temporary one of another rank, is left out."""
-        found = {}
+        sizes = {}
         for folder, subfolders, names in os.walk(self.path):
             here = Path(folder)
             links = [name for name in subfolders if (here / name).is_symlink()]  # os.walk does not enter them
@@ -66,8 +66,8 @@ class LocalFiles:
                 except FileNotFoundError:
                     continue
                 regular = stat.S_ISREG(facts.st_mode)
-                found[path.relative_to(self.path).as_posix()] = facts.st_size if regular else IRREGULAR
-        return found
+                sizes[path.relative_to(self.path).as_posix()] = facts.st_size if regular else IRREGULAR
+        return sizes
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with open_regular(self.path / name, follow_links=False) as file:
@@ -75,7 +75,7 @@ class LocalFiles:
                 yield chunk
 
 
-REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
+_REASONS = INTERVAL, REQUESTED, LAST = "interval", "requested", "last"
 """Why a checkpoint was saved: train.save_every, a request (USR2), or the end of the run."""
 
 
@@ -150,17 +150,17 @@ def build_manifest(
         )
     hashed = hashed or {}
     if wrong := sorted(name for name, entry in hashed.items() if sizes.get(name) != entry.bytes):
-        found = f"{sizes[wrong[0]]} bytes" if wrong[0] in sizes else "no such file"
+        actual = f"{sizes[wrong[0]]} bytes" if wrong[0] in sizes else "no such file"
         raise CheckpointError(
-            f"{store}/{wrong[0]} was written with {hashed[wrong[0]].bytes} bytes, and there is {found} now: nothing "
+            f"{store}/{wrong[0]} was written with {hashed[wrong[0]].bytes} bytes, and there is {actual} now: nothing "
             f"was committed. Check that all nodes see the same folder, and its disk."
         )
-    found_now = _hash_all(store, sorted(sizes.keys() - hashed.keys()))
-    return CheckpointManifest(step, saved_at, {**hashed, **found_now}, reason)
+    new_hashes = _hash_all(store, sorted(sizes.keys() - hashed.keys()))
+    return CheckpointManifest(step, saved_at, {**hashed, **new_hashes}, reason)
 
 
 def encode(manifest: CheckpointManifest, key: bytes | None = None) -> bytes:
-    body = {"format": FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
+    body = {"format": _FORMAT, "block_bytes": BLOCK_BYTES, **asdict(manifest)}
     assert all(entry.sha256 is None for entry in manifest.files.values()), "the first format is not written"
     body["files"] = {name: {"bytes": e.bytes, "sha256": list(e.blocks)} for name, e in manifest.files.items()}
     text = _canonical(body)
@@ -192,14 +192,14 @@ def decode(raw: bytes, key: bytes | None = None) -> CheckpointManifest:
         # As bytes: text that is not ASCII is a TypeError.
         if not hmac.compare_digest(expected.encode(), str(document["hmac_sha256"]).encode("utf-8", "surrogatepass")):
             raise CheckpointError(f"{COMMIT} is signed with another key, or forged")
-    if body.get("format") not in (_WHOLE_FILE_FORMAT, FORMAT):
-        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {FORMAT}")
+    if body.get("format") not in (_WHOLE_FILE_FORMAT, _FORMAT):
+        raise CheckpointError(f"{COMMIT} has format {body.get('format')!r}, this version reads up to {_FORMAT}")
     try:
         files = {str(name): _entry(entry) for name, entry in body["files"].items()}
         manifest = CheckpointManifest(
             int(body["step"]), str(body["saved_at"]), files, str(body.get("reason", INTERVAL))
         )
-        if manifest.reason not in REASONS or not manifest.saved_at.isprintable():
+        if manifest.reason not in _REASONS or not manifest.saved_at.isprintable():
             raise ValueError("it has no reason or no time")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{COMMIT} is not one of ours ({error!r})") from error
@@ -240,7 +240,7 @@ def examine(
         if sizes.get(COMMIT, IRREGULAR) == IRREGULAR:
             why = f"{COMMIT} is missing: the save never finished, or another program wrote this folder"
             return CheckpointVerdict(str(store), None, (why,))
-        manifest = read_commit(store, sizes[COMMIT], key)
+        manifest = _read_commit(store, sizes[COMMIT], key)
         problems = list(_compare(store, manifest, sizes, deep=deep))
     except CheckpointError as error:
         return CheckpointVerdict(str(store), None, (str(error),))
@@ -251,7 +251,7 @@ def examine(
     return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
 
 
-def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
+def _read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
     if size > LARGEST_COMMIT_BYTES:
         raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
     raw = bytearray()
@@ -265,13 +265,13 @@ def read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointMan
 def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
     whole = []
     for name, entry in manifest.files.items():
-        found = sizes.get(name)
-        if found is None:
+        size = sizes.get(name)
+        if size is None:
             yield f"{name} is missing"
-        elif found == IRREGULAR:
+        elif size == IRREGULAR:
             yield f"{name} is not a regular file"
-        elif found != entry.bytes:
-            yield f"{name} has {found} bytes, not {entry.bytes}"
+        elif size != entry.bytes:
+            yield f"{name} has {size} bytes, not {entry.bytes}"
         else:
             whole.append(name)
     for name in sorted(sizes.keys() - manifest.files.keys() - {COMMIT}):
@@ -283,8 +283,8 @@ def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str,
 def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
     """A message for each of these files that does not match its hash."""
     by_file = {name for name in names if manifest.files[name].sha256 is not None}
-    for name, found in _hash_all(store, names, by_file).items():
-        if not same_content(manifest.files[name], found):
+    for name, entry in _hash_all(store, names, by_file).items():
+        if not same_content(manifest.files[name], entry):
             yield f"{name} does not match its SHA-256"
 
 

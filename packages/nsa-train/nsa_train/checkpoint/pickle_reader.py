@@ -50,7 +50,7 @@ class PendingObject:
 
 @dataclass(frozen=True)
 class PickleGrammar:
-    """What a kind of pickle may contain besides plain values."""
+    """Names that a kind of pickle may contain besides plain values."""
 
     constants: Mapping[PickledName, Any] = field(default_factory=dict)
     """Names with a fixed value."""
@@ -261,13 +261,13 @@ class _PickleMachine:
     def find(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise PickleRefused("it has a name that is not text")
-        found, grammar = PickledName(module, name), self.grammar
-        if found in grammar.constants:
-            self.stack.append(grammar.constants[found])
-        elif any(found in some for some in (grammar.calls, grammar.objects, grammar.stateless, grammar.arguments)):
-            self.stack.append(self.names.setdefault(found, found))
+        reference, grammar = PickledName(module, name), self.grammar
+        if reference in grammar.constants:
+            self.stack.append(grammar.constants[reference])
+        elif any(reference in some for some in (grammar.calls, grammar.objects, grammar.stateless, grammar.arguments)):
+            self.stack.append(self.names.setdefault(reference, reference))
         else:
-            raise PickleRefused(f"it refers to {found}")
+            raise PickleRefused(f"it refers to {reference}")
 
     def reduce(self) -> None:
         arguments, name = self.pop(), self.pop()

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 from nsa.errors import CheckpointError
 
 SMALLEST_PIECE_BYTES = 1 << 20
-MOST_PIECES = 1 << 17
-"""Of all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
+_MOST_PIECES = 1 << 17
+"""Limit for all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
 
 Numbers = tuple[int, ...]
 
@@ -33,7 +33,7 @@ Numbers = tuple[int, ...]
 class PlannedTensor:
     name: str
     size: Numbers
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     properties: TensorProperties
 
 
@@ -54,7 +54,7 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True)
 class RankPieces:
-    """What one rank can write, in the order in which it would write it; values last."""
+    """Pieces and values that one rank can write, in the order in which it would write them; values last."""
 
     table: TensorTable
     pieces: list[Piece]
@@ -65,7 +65,7 @@ class RankPieces:
 
 def piece_bytes(total_bytes: int) -> int:
     """Size of a piece in a checkpoint of so many bytes."""
-    return max(SMALLEST_PIECE_BYTES, total_bytes // MOST_PIECES)
+    return max(SMALLEST_PIECE_BYTES, total_bytes // _MOST_PIECES)
 
 
 def cut(offsets: Numbers, sizes: Numbers, itemsize: int, wanted_bytes: int) -> list[tuple[float, Numbers, Numbers]]:
@@ -93,11 +93,11 @@ def cut(offsets: Numbers, sizes: Numbers, itemsize: int, wanted_bytes: int) -> l
 
 def share(sizes: Sequence[int], shares: int) -> list[int]:
     """The share of each of these consecutive items: contiguous, of about equal bytes."""
-    total, before, found = max(1, sum(sizes)), 0, []
+    total, before, numbers = max(1, sum(sizes)), 0, []
     for size in sizes:
-        found.append(min(shares - 1, (2 * before + size) * shares // (2 * total)))
+        numbers.append(min(shares - 1, (2 * before + size) * shares // (2 * total)))
         before += size
-    return found
+    return numbers
 
 
 def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
@@ -110,10 +110,10 @@ def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
     interned: dict[Numbers, torch.Size] = {}  # pickle writes an object once, however many pieces have it
 
     def size_of(numbers: Numbers) -> torch.Size:
-        found = interned.get(numbers)
-        if found is None:
-            found = interned[numbers] = torch.Size(numbers)
-        return found
+        size = interned.get(numbers)
+        if size is None:
+            size = interned[numbers] = torch.Size(numbers)
+        return size
 
     for rank, offered in enumerate(ranks):
         known = []

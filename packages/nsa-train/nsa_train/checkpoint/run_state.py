@@ -15,9 +15,9 @@ from nsa.errors import CheckpointError
 from nsa.files import open_regular, write_atomic
 from nsa_train.names import STATE
 
-FORMAT = 1
+_FORMAT = 1
 LARGEST_JSON_BYTES = 16 << 20
-LARGEST_VOCABULARY = 2**32
+_LARGEST_VOCABULARY = 2**32
 """Ids are stored in at most four bytes."""
 VOCAB_SIZE = "vocab_size"
 """Key in `RunRecord.more`: the resolved `model.vocab_size`."""
@@ -25,8 +25,8 @@ TOKENIZER_RECORD = "tokenizer"
 """Key in `RunRecord.more`: vocabulary size, fingerprint and end-of-document id of tokenizer.json, if there is one."""
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
-    """The same for equal settings, whatever their order."""
+def _fingerprint(config: Mapping[str, Any]) -> str:
+    """Hash of a run's settings, independent of their order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
@@ -44,30 +44,30 @@ class RunRecord:
     """Other values of the trainer, as JSON."""
 
     def write(self, checkpoint: Path) -> None:
-        """Into a staging folder, on rank 0."""
-        values = {"format": FORMAT, "config_fingerprint": fingerprint(self.config), **asdict(self)}
+        """Write state.json into a staging folder, on rank 0."""
+        values = {"format": _FORMAT, "config_fingerprint": _fingerprint(self.config), **asdict(self)}
         _write_json(checkpoint / STATE, values)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """From a verified checkpoint, on any rank."""
+        """Read the record of a verified checkpoint, on any rank."""
         path = checkpoint / STATE
         return cls.parse(_read_bytes(path), path)
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
-        """From the bytes of a file; `path` is for messages."""
+        """Read a record from the bytes of a file; `path` is for messages."""
         values = _parse_json(raw, path)
         try:
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
             values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
             record = cls(**values)
             record._require_types()
-            intact = fingerprint(record.config) == config_fingerprint
+            intact = _fingerprint(record.config) == config_fingerprint
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a record of this version: {error!r:.300}.") from error
-        if version != FORMAT:
-            raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {FORMAT}.")
+        if version != _FORMAT:
+            raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {_FORMAT}.")
         if not intact:
             raise CheckpointError(f"{path} holds a config that does not match its own fingerprint.")
         return record
@@ -82,7 +82,7 @@ class RunRecord:
             if not isinstance(getattr(self, name), dict):
                 raise TypeError(f"{name} is {getattr(self, name)!r:.80}")
         ids = self.more.get(VOCAB_SIZE, 1)
-        if type(ids) is not int or not 0 < ids <= LARGEST_VOCABULARY:
+        if type(ids) is not int or not 0 < ids <= _LARGEST_VOCABULARY:
             raise TypeError(f"{VOCAB_SIZE} is {ids!r:.80}")
 
 

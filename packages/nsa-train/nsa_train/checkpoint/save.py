@@ -37,7 +37,7 @@ PieceWritten = tuple[str, tuple[int, ...] | None, str, int, int]
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What one rank has written: where its pieces are, and the hashes of its files by name."""
+    """Files that one rank has written: places of its pieces, and hashes of the files by name."""
 
     pieces: list[PieceWritten]
     hashes: Mapping[str, ManifestEntry]
@@ -60,12 +60,12 @@ class HashingWriter(StorageWriter):
         self._checkpoint, self._thread_count = checkpoint, thread_count or _THREADS
         self._copy = copy
         self.copy_failures: list[str] = []
-        """Of all ranks; on rank 0, when the save has finished."""
+        """Failed copies of all ranks; on rank 0, when the save has finished."""
         self._hashed = dict(hashed or {})
         self._rank = 0
         self._uploaded: list[str] = []
         self.hashes: dict[str, ManifestEntry] = {}
-        """Of the files of all ranks; on rank 0, when the save has finished."""
+        """Hashes of the files of all ranks; on rank 0, when the save has finished."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs["rank"]
@@ -84,9 +84,9 @@ class HashingWriter(StorageWriter):
             written = list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
         hashes = self._hashed | {name: entry for name, _, entry in written}
         failure = None if self._copy is None else self._copy.upload(self._checkpoint, hashes)
-        done: torch.futures.Future[WrittenFiles] = torch.futures.Future()
-        done.set_result(WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
-        return done
+        future: torch.futures.Future[WrittenFiles] = torch.futures.Future()
+        future.set_result(WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
+        return future
 
     def _write(
         self, number: int, items: Sequence[WriteItem], planner: SavePlanner
@@ -143,7 +143,7 @@ def write_index(path: Path, metadata: Metadata, written: Sequence[WrittenFiles])
 
 
 def _locations(metadata: Metadata, written: Sequence[WrittenFiles]) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each piece is. Strings and offsets are those of `metadata`: pickle writes an object once."""
+    """Location of each piece. Strings and offsets are those of `metadata`: pickle writes an object once."""
     known = {name: name for name in metadata.state_dict_metadata}
     offsets = {
         chunk.offsets: chunk.offsets
@@ -153,10 +153,10 @@ def _locations(metadata: Metadata, written: Sequence[WrittenFiles]) -> dict[Meta
     }
 
     def index(name: str, at: tuple[int, ...] | None) -> MetadataIndex:
-        found = MetadataIndex(known[name])
+        entry = MetadataIndex(known[name])
         if at is not None:
-            object.__setattr__(found, "offset", offsets[torch.Size(at)])  # its constructor would make a copy
-        return found
+            object.__setattr__(entry, "offset", offsets[torch.Size(at)])  # its constructor would make a copy
+        return entry
 
     return {
         index(name, at): _StorageInfo(file, start, length)
@@ -177,7 +177,7 @@ def _write_item(file: HashedFile, value: object, item: WriteItem) -> None:
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Of the piece itself; DCP's `tensor_storage_size` is that of the whole tensor."""
+    """Size of the piece itself; DCP's `tensor_storage_size` is that of the whole tensor."""
     data = item.tensor_data
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
 

@@ -57,9 +57,9 @@ class SavePlanCache:
     sent: RankPieces | None = None
     final: SavePlan = field(default_factory=lambda: SavePlan([]))
     ranks: list[RankPieces] = field(default_factory=list)
-    """On rank 0: what every rank sent."""
+    """Pieces that every rank offered; on rank 0 alone."""
     index: Metadata | None = None
-    """On rank 0."""
+    """The index of the checkpoint; on rank 0 alone."""
 
 
 class SharedSavePlanner(DefaultSavePlanner):
@@ -71,7 +71,7 @@ class SharedSavePlanner(DefaultSavePlanner):
         self._offered: RankPieces | None = None
 
     def create_local_plan(self) -> SavePlan:
-        self._offered = offer(self.state_dict, self.mappings)
+        self._offered = _offer(self.state_dict, self.mappings)
         if self._offered == self._cache.sent:
             return _UNCHANGED
         return SavePlan([], planner_data=PackedPieces.pack(self._offered))
@@ -108,12 +108,12 @@ class SharedSavePlanner(DefaultSavePlanner):
         return local
 
 
-def offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
-    """What this rank can write of a flat state dict; of tensors replicated over a mesh, its share."""
+def _offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
+    """List what this rank can write of a flat state dict; of tensors replicated over a mesh, its share."""
     tensors: list[PlannedTensor] = []
     values: list[str] = []
     properties: dict[object, TensorProperties] = {}  # equal ones as one object, which pickle writes once
-    found: list[tuple[float, Piece, object]] = []
+    candidates: list[tuple[float, Piece, object]] = []
     whole = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wanted = piece_bytes(sum(value.numel() * value.element_size() for value in whole.values()))
     for name, value in state.items():
@@ -128,10 +128,10 @@ def offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
         equal = properties.setdefault((described.dtype, described.requires_grad, described.pin_memory), described)
         tensors.append(PlannedTensor(name, tuple(value.shape), equal))
         pieces = cut(offsets, tuple(local.shape), local.element_size(), wanted)
-        found += [(position, (number, at, sizes), _replicas(value)) for position, at, sizes in pieces]
-    found.sort(key=lambda each: each[0])
-    offered = RankPieces(TensorTable(tensors, values, paths), [piece for _, piece, _ in found])
-    return replace(offered, pieces=_own_share(offered, [group for _, _, group in found]))
+        candidates += [(position, (number, at, sizes), _replicas(value)) for position, at, sizes in pieces]
+    candidates.sort(key=lambda each: each[0])
+    offered = RankPieces(TensorTable(tensors, values, paths), [piece for _, piece, _ in candidates])
+    return replace(offered, pieces=_own_share(offered, [group for _, _, group in candidates]))
 
 
 def _own_share(offered: RankPieces, groups: list[Any]) -> list[Piece]:

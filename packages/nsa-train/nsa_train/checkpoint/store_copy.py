@@ -15,10 +15,10 @@ from nsa_train import names
 from nsa_train.checkpoint.manifest import CheckpointManifest, LocalFiles, examine
 from nsa_train.checkpoint.transfer import S3Prefix
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _MOST_REASONS = 3
-"""Of ranks that failed: each names files of its own, and there may be thousands."""
+"""Reasons shown of ranks that failed: each names files of its own, and there may be thousands."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class StoreCopy:
                 raise CheckpointError(failure)
             self._commit(checkpoint, manifest)
         except (CheckpointError, OSError) as error:
-            log.warning(
+            _log.warning(
                 "%s was not copied to %s (%s). The checkpoint itself is good; copy it with: nsa checkpoint push %s %s",
                 names.step_name(self._step), self._url, error, checkpoint, self._url,
             )  # fmt: skip
             return CopyResult(self._step, checkpoint, str(self), str(error))
-        log.info("copied %s to %s", names.step_name(self._step), self)
+        _log.info("copied %s to %s", names.step_name(self._step), self)
         return CopyResult(self._step, checkpoint, str(self))
 
     def _commit(self, checkpoint: Path, manifest: CheckpointManifest) -> None:

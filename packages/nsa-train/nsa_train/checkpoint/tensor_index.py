@@ -66,15 +66,15 @@ def parse_index(raw: bytes | bytearray, sizes: Mapping[str, int], where: object)
 
 
 def _require_sound(index: Metadata, sizes: Mapping[str, int]) -> None:
-    taken: dict[str, int] = {}
+    used_bytes: dict[str, int] = {}
     pieces: dict[MetadataIndex, PieceLocation] = index.storage_data
     for place in pieces.values():
         if place.relative_path not in sizes:
             raise PickleRefused(f"it points at {place.relative_path!r}, which is not in its folder")
         if place.offset + place.length > sizes[place.relative_path]:
             raise PickleRefused(f"it points beyond the end of {place.relative_path}")
-        taken[place.relative_path] = taken.get(place.relative_path, 0) + place.length
-        if taken[place.relative_path] > sizes[place.relative_path]:
+        used_bytes[place.relative_path] = used_bytes.get(place.relative_path, 0) + place.length
+        if used_bytes[place.relative_path] > sizes[place.relative_path]:
             raise PickleRefused(f"it reads the same bytes of {place.relative_path} more than once")
     for key, described in index.state_dict_metadata.items():
         if type(described) is BytesStorageMetadata:

@@ -52,10 +52,10 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 @dataclass(frozen=True, slots=True)
 class _TensorStorage:
     content: memoryview | None
-    """None if the tensors are not read."""
+    """The object, or None if the tensors are not read."""
     nbytes: int
     dtype: torch.dtype | None
-    """None for bytes without a type."""
+    """Type of the tensor's elements; None for bytes without a type."""
 
 
 @dataclass(frozen=True, slots=True)

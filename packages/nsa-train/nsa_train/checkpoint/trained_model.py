@@ -98,9 +98,9 @@ def find_checkpoint(
     source = resolve_links(path)
     if names.step_of(source.name) is not None or (source / names.COMMIT).exists():
         return source
-    found = open_folder(path, key=key).find_resumable(lambda checkpoint: require_trustworthy(checkpoint, key=key))
-    for finding in found.passed_over:
+    newest = open_folder(path, key=key).find_resumable(lambda checkpoint: require_trustworthy(checkpoint, key=key))
+    for finding in newest.passed_over:
         on_rejected(finding)
-    if found.path is None:
+    if newest.path is None:
         raise CheckpointError(f"{path} holds no good checkpoint. `nsa checkpoint ls {path}` shows what there is.")
-    return found.path
+    return newest.path

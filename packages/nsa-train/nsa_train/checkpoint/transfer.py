@@ -8,8 +8,10 @@ The store is not trusted: listings, names, sizes and received bytes are bounded,
 folder before it was read the way it would be loaded.
 """
 
+import re
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,16 @@ from nsa_train.checkpoint.manifest import (
     decode,
     examine,
 )
-from nsa_train.checkpoint.store_errors import explained
 from nsa_train.storage import StorageAddress, boto3_client
 
 _MAX_TRIED = 50
 _MAX_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
 _MAX_PAGES = 1_000
+_MAY_PASS = (408, 429)  # status codes of requests that may succeed later
+_MAY_PASS_CODES = ("RequestTimeout",)  # which S3 sends with status 400
+_HEADER_VALUE = re.compile(r"Invalid header value .*", re.DOTALL)
+"""The HTTP client quotes the header: an access key or a session token with a line break in it."""
+_NOT_SHOWN = "a credential holds a character that HTTP does not allow, such as a line break (it is not shown)"
 GIB = 1 << 30
 
 
@@ -48,7 +54,7 @@ class S3Prefix:
         self.client = client or self._connect(patient)
 
     def _connect(self, patient: bool) -> Any:
-        with explained(self):
+        with _explained(self):
             try:
                 return boto3_client(self._address, patient=patient)
             except ValueError as error:  # of an address that is no address
@@ -62,33 +68,33 @@ class S3Prefix:
 
     def check_access(self) -> None:
         """List one object at most. Raises StoreRefused if the store refuses, CheckpointError if it did not answer."""
-        with explained(self):
+        with _explained(self):
             self.client.list_objects_v2(Bucket=self._bucket, Prefix=self._root, MaxKeys=1)
 
     def files(self) -> dict[str, int]:
-        found = self._list("Contents")
-        return {item["Key"].removeprefix(self._root): item["Size"] for item in found}
+        objects = self._list("Contents")
+        return {item["Key"].removeprefix(self._root): item["Size"] for item in objects}
 
     def folders(self) -> list[str]:
-        found = self._list("CommonPrefixes", Delimiter="/")
-        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in found]
+        prefixes = self._list("CommonPrefixes", Delimiter="/")
+        return [item["Prefix"].removeprefix(self._root).rstrip("/") for item in prefixes]
 
     def _list(self, what: str, **how: str) -> list[dict[str, Any]]:
         """A store that lists without end is refused."""
-        found: list[dict[str, Any]] = []
-        with explained(self):
+        entries: list[dict[str, Any]] = []
+        with _explained(self):
             pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._root, **how)
             for number, page in enumerate(pages, 1):
-                found.extend(page.get(what, ()))
-                if len(found) > _MAX_OBJECTS or number >= _MAX_PAGES:
+                entries.extend(page.get(what, ()))
+                if len(entries) > _MAX_OBJECTS or number >= _MAX_PAGES:
                     raise CheckpointError(
                         f"{self} lists more than {_MAX_OBJECTS} objects, or in more than {_MAX_PAGES} pages: it is "
                         f"not the place of a checkpoint. Name the folder of a run's checkpoints."
                     )
-        return found
+        return entries
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        with explained(self):
+        with _explained(self):
             body = self.client.get_object(Bucket=self._bucket, Key=self._root + name)["Body"]
             yield from body.iter_chunks(CHUNK_BYTES)
 
@@ -105,7 +111,7 @@ class S3Prefix:
 
     def upload(self, source: Path, name: str) -> None:
         """Copy a local file here; the store verifies its SHA-256."""
-        with explained(self):
+        with _explained(self):
             self.client.upload_file(
                 str(source), self._bucket, self._root + name, ExtraArgs={"ChecksumAlgorithm": "SHA256"}
             )
@@ -113,7 +119,7 @@ class S3Prefix:
     def has(self, name: str) -> bool:
         from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
-        with explained(self):
+        with _explained(self):
             try:
                 self.client.head_object(Bucket=self._bucket, Key=self._root + name)
             except ClientError as error:
@@ -126,7 +132,7 @@ class S3Prefix:
         """Write a small object; False, and nothing changed, if another writer was first."""
         from botocore.exceptions import ClientError
 
-        with explained(self):
+        with _explained(self):
             try:
                 self.client.put_object(Bucket=self._bucket, Key=self._root + name, Body=content, IfNoneMatch="*")
             except ClientError as error:
@@ -136,7 +142,7 @@ class S3Prefix:
         return True
 
     def delete(self, names: Iterable[str]) -> None:
-        with explained(self):
+        with _explained(self):
             for name in names:
                 self.client.delete_object(Bucket=self._bucket, Key=self._root + name)
 
@@ -233,3 +239,37 @@ def _copy(there: S3Prefix, name: str, file: Path, size: int) -> None:
     with file.open("wb") as out:
         for chunk in there.bounded_chunks(name, size):
             out.write(chunk)
+
+
+@contextmanager
+def _explained(place: object) -> Iterator[None]:
+    """Raise what boto3 raises as `StoreRefused`, or as `CheckpointError` if it may pass: `place` and the reason."""
+    from boto3.exceptions import Boto3Error  # type: ignore[import-untyped]
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (ClientError, BotoCoreError, Boto3Error) as error:
+        reason = _HEADER_VALUE.sub(_NOT_SHOWN, str(error)).rstrip(".")
+        kind = StoreRefused if _is_final(error) else CheckpointError
+        # The original may quote a credential: it must not be printed with a traceback either.
+        raise kind(f"{place} cannot be used: {reason}.") from (None if _HEADER_VALUE.search(str(error)) else error)
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the next attempt would fail in the same way."""
+    from botocore import exceptions as botocore  # type: ignore[import-untyped]
+
+    if isinstance(error, botocore.ClientError):
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        code = error.response.get("Error", {}).get("Code")
+        return 300 <= status < 500 and status not in _MAY_PASS and code not in _MAY_PASS_CODES
+    return bool(_HEADER_VALUE.search(str(error))) or isinstance(
+        error,
+        (
+            botocore.NoCredentialsError,
+            botocore.PartialCredentialsError,
+            botocore.ProfileNotFound,
+            botocore.ParamValidationError,
+        ),
+    )

@@ -116,8 +116,8 @@ class VerifiedFiles:
         with self._lock:
             if name not in self._digests:
                 # The first format has one hash per file: blocks hashed in the same pass are as good as it is.
-                found = hash_blocks(LocalFiles(self.path).chunks(name), whole=True)
-                if not same_content(entry, found):
+                hashes = hash_blocks(LocalFiles(self.path).chunks(name), whole=True)
+                if not same_content(entry, hashes):
                     raise CheckpointError(f"{self.path / name} does not match its SHA-256.")
-                self._digests[name] = found.blocks
+                self._digests[name] = hashes.blocks
             return self._digests[name]

@@ -26,20 +26,20 @@ ShapeName = Annotated[
     str,
     typer.Option(help="base (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
 ]
-Backend = Annotated[
+_Backend = Annotated[
     list[str] | None, typer.Option(help="Time this backend; repeat for more. Default: all that `auto` may choose.")
 ]
-Peers = Annotated[bool, typer.Option(help="Also time third-party packages that are installed.")]
-Part = Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")]
-Passes = Annotated[str, typer.Option(help="forward, backward (forward and backward), or both, timed separately.")]
+_Peers = Annotated[bool, typer.Option(help="Also time third-party packages that are installed.")]
+_Part = Annotated[str, typer.Option(help="all, or one of compressed, select, selected, sliding alone.")]
+_Passes = Annotated[str, typer.Option(help="forward, backward (forward and backward), or both, timed separately.")]
 Data = Annotated[
     str,
     typer.Option(help="random: neighbours select unrelated blocks, the worst case; smooth: neighbours are similar."),
 ]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Threads = Annotated[int, typer.Option(min=0, help="Threads, on as many cores; 0: all cores.")]
-Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per case; at least one round.")]
-RealTime = Annotated[
+_Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+_Threads = Annotated[int, typer.Option(min=0, help="Threads, on as many cores; 0: all cores.")]
+_Budget = Annotated[float, typer.Option("--budget-s", min=0.0, help="Seconds of timing per case; at least one round.")]
+_RealTime = Annotated[
     bool,
     typer.Option(
         "--real-time", help="Time each round with real-time priority and pause after it: for a machine with other work."
@@ -49,10 +49,10 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sampl
 PlotFile = Annotated[Path | None, typer.Option("--plot", help="Draw the speed-ups over length here (SVG).")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the table here.")]
 
-OPTIONS: dict[str, Any] = dict(
-    lengths=Lengths, dtype=Dtype, shape=ShapeName, backend=Backend, peers=Peers, part=Part, passes=Passes, data=Data,
-    device=Device, threads=Threads, budget_s=Budget, real_time=RealTime, json=JsonFile, plot=PlotFile,
-    markdown=MarkdownFile,
+_OPTIONS: dict[str, Any] = dict(
+    lengths=Lengths, dtype=Dtype, shape=ShapeName, backend=_Backend, peers=_Peers, part=_Part, passes=_Passes,
+    data=Data, device=_Device, threads=_Threads, budget_s=_Budget, real_time=_RealTime, json=JsonFile,
+    plot=PlotFile, markdown=MarkdownFile,
 )  # fmt: skip
 """Options of the subcommands, in the order of --help."""
 _EVERYWHERE: dict[str, Any] = dict(device="cpu", threads=0, json=None)
@@ -65,11 +65,11 @@ def _subcommand(**defaults: Any) -> Callable[[Callable[[], None]], Callable[[], 
         def command(**options: Any) -> None:
             _run(documented.__name__, **options)
 
-        given = _EVERYWHERE | defaults
+        option_defaults = _EVERYWHERE | defaults
         command.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given[name], annotation=option)
-            for name, option in OPTIONS.items()
-            if name in given
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option_defaults[name], annotation=option)
+            for name, option in _OPTIONS.items()
+            if name in option_defaults
         ])  # fmt: skip
         command.__doc__ = documented.__doc__
         app.command(documented.__name__)(command)
@@ -192,8 +192,8 @@ def _run(
             elif json is not None:  # an interrupted run keeps what it measured
                 report.write(json)
     if report.figures:
-        _print_table(console, reports.COLUMNS, [row for found in report.figures for row in reports.rows(found)])
-        for note in dict.fromkeys(note for found in report.figures for note in reports.notes(found)):
+        _print_table(console, reports.COLUMNS, [row for figure in report.figures for row in reports.rows(figure)])
+        for note in dict.fromkeys(note for figure in report.figures for note in reports.notes(figure)):
             console.print(note, markup=False)
     if report.memory:
         _print_table(console, reports.MEMORY_COLUMNS, [reports.memory_row(measured) for measured in report.memory])

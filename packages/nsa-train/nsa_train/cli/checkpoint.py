@@ -35,8 +35,8 @@ def list_checkpoints(
 
     folder = _open(run, key_file)
     saved = {step: manifest.reason for step, manifest in folder.committed().items()}
-    kept = _retention(folder, max(saved, default=None)).why_kept(saved)
-    rows = [_row(folder, step, kept.get(step, ())) for step in folder.steps()]
+    reasons = _retention(folder, max(saved, default=None)).why_kept(saved)
+    rows = [_row(folder, step, reasons.get(step, ())) for step in folder.steps()]
     owner = holder(folder.path.parent)
     if as_json:
         print_json({"folder": folder.path, "checkpoints": rows, "in_use_by": owner})
@@ -55,7 +55,7 @@ def list_checkpoints(
         print_line(f"in use by {owner}")
 
 
-def _row(folder: "CheckpointFolder", step: int, kept: Sequence[str]) -> dict[str, Any]:
+def _row(folder: "CheckpointFolder", step: int, reasons: Sequence[str]) -> dict[str, Any]:
     """One checkpoint, as `nsa checkpoint ls --json` prints it."""
     verdict = folder.examine(step, deep=False)
     row = {"step": step, "path": str(folder.step_path(step)), "latest": step == folder.latest()}
@@ -70,7 +70,7 @@ def _row(folder: "CheckpointFolder", step: int, kept: Sequence[str]) -> dict[str
         "bytes": manifest.bytes,
         "files": len(manifest.files),
         "saved_because": manifest.reason,
-        "kept_because": list(kept),
+        "kept_because": list(reasons),
     }
 
 
@@ -106,7 +106,7 @@ def verify(
             manifest = require_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
             verdicts.append({"path": str(checkpoint), "good": False, "problem": str(error)})
-            said = f"BAD   {error}"
+            line = f"BAD   {error}"
         else:
             assert manifest is not None
             files, size = len(manifest.files), manifest.bytes
@@ -120,9 +120,9 @@ def verify(
                     "signed": bool(key),
                 }
             )
-            said = f"good  {checkpoint} ({files} files, {size / 2**20:.1f} MiB{', signed' if key else ''})"
+            line = f"good  {checkpoint} ({files} files, {size / 2**20:.1f} MiB{', signed' if key else ''})"
         if not as_json:
-            print_line(said)
+            print_line(line)
     if as_json:
         print_json(verdicts)
     if not all(verdict["good"] for verdict in verdicts):
@@ -201,15 +201,15 @@ def pull(
     key = read_key(key_file) if key_file else None
     with RunLock(run):
         limit = None if max_gib is None else int(max_gib * GIB)
-        found = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
-    for finding in found.passed_over:
+        result = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
+    for finding in result.passed_over:
         print_rejected(finding)
-    if found.path is None and allow_empty and not found.passed_over:
+    if result.path is None and allow_empty and not result.passed_over:
         print_line(f"{url} has no checkpoint yet")
         return
-    if found.path is None:
+    if result.path is None:
         raise CheckpointError(f"{url} holds no good checkpoint.")
-    print_line(f"wrote {found.path}")
+    print_line(f"wrote {result.path}")
 
 
 def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPolicy":

@@ -73,18 +73,18 @@ def convert(
         keep_dense=_layers("--keep-dense", keep_dense) or None,
         keep_window=_layers("--keep-window", keep_window) or None,
     )
-    given = {name: value for name, value in dict(mix=mix, phi=phi, **sizes, **layers).items() if value is not None}
-    if to_dense and given:
+    values = {name: value for name, value in dict(mix=mix, phi=phi, **sizes, **layers).items() if value is not None}
+    if to_dense and values:
         raise ConfigError("--to-dense takes no options of a conversion: what was converted says how. Leave them out.")
     if like is not None and not to_dense:
         raise ConfigError("--like is only for --to-dense. Add it, or leave --like out.")
     if to_dense:
         _to_dense(source, out, like, overwrite, as_json)
     else:
-        _to_sparse(source, out, given, overwrite, as_json)
+        _to_sparse(source, out, values, overwrite, as_json)
 
 
-def _to_sparse(source: Path, out: Path, given: dict[str, Any], overwrite: bool, as_json: bool) -> None:
+def _to_sparse(source: Path, out: Path, values: dict[str, Any], overwrite: bool, as_json: bool) -> None:
     with ProgressLine(f"reading {source}") as progress:
         from nsa_train.convert.dense.conversion_plan import ConversionOptions
         from nsa_train.convert.dense.convert_folder import convert_folder
@@ -95,7 +95,7 @@ def _to_sparse(source: Path, out: Path, given: dict[str, Any], overwrite: bool, 
         def on_tensor(done: int, total: int) -> None:
             progress.update(f"reading {source}: tensor {done} of {total}" if done < total else f"writing {out}")
 
-        options = ConversionOptions(**given) if given else None
+        options = ConversionOptions(**values) if values else None
         converted = convert_folder(source, out, options, overwrite=overwrite, on_tensor=on_tensor)
     if as_json:
         print_json(_as_json(converted))

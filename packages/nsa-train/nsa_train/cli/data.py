@@ -14,8 +14,8 @@ from nsa_train.cli.prepare import SourceOption, TokenizerOption
 from nsa_train.cli.progress_line import ProgressLine
 
 data_app = typer.Typer(help="Train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True)
-tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
-data_app.add_typer(tokenizer_app, name="tokenizer")
+_tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
+data_app.add_typer(_tokenizer_app, name="tokenizer")
 data_app.command()(prepare.prepare)
 data_app.command()(prepare.bootstrap)
 data_app.command()(prepared_set.inspect)
@@ -23,7 +23,7 @@ data_app.command()(prepared_set.verify)
 data_app.command()(prepared_set.stats)
 
 
-@tokenizer_app.command("train")
+@_tokenizer_app.command("train")
 def train_tokenizer(
     source: str = typer.Argument(help="Corpus: folder, file, glob pattern, URL or hub dataset id."),
     path: Path = typer.Argument(help="Tokenizer JSON file to write."),

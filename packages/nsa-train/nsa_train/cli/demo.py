@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nsa_train.train.callbacks.evaluation import EvaluationResult
     from nsa_train.train.run_outputs import RunReporter
 
-STEPS_PER_MINUTE = 120
+_STEPS_PER_MINUTE = 120
 """Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""
 _PROMPT, _TEMPERATURE, _SEED = "The ", 0.7, 1
 _SAMPLE_TOKENS, _LAST_TOKENS = 32, 60
@@ -52,7 +52,7 @@ def demo(
     from nsa_train.data.shards.manifest import MANIFEST_NAME
     from nsa_train.names import CHECKPOINTS
 
-    steps = steps or max(1, round(minutes * STEPS_PER_MINUTE))
+    steps = steps or max(1, round(minutes * _STEPS_PER_MINUTE))
     config, text, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, RUN_FOLDER))
     starter = make_starter(FIRST_CONFIG, folder)
     if not config.exists():
@@ -99,7 +99,7 @@ def _train(words: Sequence[str], checkpoints: Path, *, resume: bool) -> None:
     from nsa_train.train.start_options import StartOptions
 
     print_line(f"$ nsa train {shlex.join([*words, *(['--resume'] if resume else [])])}")
-    reporter = SampleReporter(console_reporter(), checkpoints)
+    reporter = _SampleReporter(console_reporter(), checkpoints)
     _require_done(train(resolve(list(words)), StartOptions(resume=resume), reporter, import_exported))
 
 
@@ -114,7 +114,7 @@ def _say_how_to_continue() -> None:
     print_line("stopped: run the same command again to continue.")
 
 
-class SampleReporter:
+class _SampleReporter:
     """Console output of a run that also continues a prompt with every checkpoint saved while it trains."""
 
     def __init__(self, console: "RunReporter", checkpoints: Path) -> None:

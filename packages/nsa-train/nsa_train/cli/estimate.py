@@ -1,6 +1,5 @@
 """`nsa estimate`: parameters, FLOPs, memory, time and price of a run."""
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +7,7 @@ import typer
 
 from nsa.options import CHECKPOINTING
 from nsa_train.cli.config import resolve
-from nsa_train.cli.outputs import table_console
+from nsa_train.cli.outputs import print_json, table_console
 
 if TYPE_CHECKING:
     from nsa_train.planning.estimate import RunEstimate
@@ -48,25 +47,25 @@ def estimate(
     facts = gather(config, hardware, efficiency=efficiency, price=price, try_it=False)
     verdicts = judge(facts, allow)
     if as_json:
-        found = as_dict(facts.estimate) if facts.estimate is not None else {}
-        print(json.dumps({**found, "refused_by": [verdict.rule for verdict in failed(verdicts)]}, indent=2))
+        content = as_dict(facts.estimate) if facts.estimate is not None else {}
+        print_json({**content, "refused_by": [verdict.rule for verdict in failed(verdicts)]})
     elif facts.estimate is not None:
         _print(facts.estimate)
     require_passed(verdicts)
 
 
-def as_dict(found: "RunEstimate") -> dict[str, Any]:
-    parameters, memory = found.parameters, found.memory
+def as_dict(figures: "RunEstimate") -> dict[str, Any]:
+    parameters, memory = figures.parameters, figures.memory
     return {
-        "target": str(found.target),
-        "vocab_size": found.vocab_size,
+        "target": str(figures.target),
+        "vocab_size": figures.vocab_size,
         "parameters": {
             **vars(parameters),
             "attention_per_layer": dict(parameters.attention_per_layer),
             "total": parameters.total,
         },
-        "flops_per_token": dict(found.flops_per_token),
-        "recomputed_flops_per_token": found.recomputed_flops_per_token,
+        "flops_per_token": dict(figures.flops_per_token),
+        "recomputed_flops_per_token": figures.recomputed_flops_per_token,
         "memory_bytes": {
             "weights": memory.weights,
             "gradients": memory.gradients,
@@ -82,43 +81,43 @@ def as_dict(found: "RunEstimate") -> dict[str, Any]:
             "total": memory.total,
             "available": memory.available,
         },
-        "checkpoint_bytes": found.checkpoint_bytes,
-        "kept_checkpoints": found.kept_checkpoints,
-        "cache_bytes_per_row": found.cache_bytes,
-        "tokens_per_step": found.tokens_per_step,
-        "steps": found.steps,
-        "step_s": found.step_s,
-        "step_s_is_measured": found.measured,
-        "timing": found.timing,
-        "tokens_per_s": found.tokens_per_s,
-        "wall_s": found.wall_s,
-        "usd_per_hour": found.usd_per_hour,
-        "usd": found.usd,
-        "backend": found.backend,
+        "checkpoint_bytes": figures.checkpoint_bytes,
+        "kept_checkpoints": figures.kept_checkpoints,
+        "cache_bytes_per_row": figures.cache_bytes,
+        "tokens_per_step": figures.tokens_per_step,
+        "steps": figures.steps,
+        "step_s": figures.step_s,
+        "step_s_is_measured": figures.measured,
+        "timing": figures.timing,
+        "tokens_per_s": figures.tokens_per_s,
+        "wall_s": figures.wall_s,
+        "usd_per_hour": figures.usd_per_hour,
+        "usd": figures.usd,
+        "backend": figures.backend,
         "backends": [
             {
                 "backend": one.backend,
                 "step_s": one.step_s,
-                "tokens_per_s": found.tokens_per_step / one.step_s,
-                "wall_s": found.steps * one.step_s,
-                "usd": found.price_of(one.step_s),
+                "tokens_per_s": figures.tokens_per_step / one.step_s,
+                "wall_s": figures.steps * one.step_s,
+                "usd": figures.price_of(one.step_s),
                 "memory_bytes": one.memory.total,
                 "timing": one.timing,
             }
-            for one in found.backends
+            for one in figures.backends
         ],
     }
 
 
-def summary(found: "RunEstimate") -> Iterator[tuple[str, str]]:
+def summary(figures: "RunEstimate") -> Iterator[tuple[str, str]]:
     """Memory, time and price, one line each."""
-    memory = found.memory
+    memory = figures.memory
     yield "memory", f"{size(memory.total)} of {size(memory.available)} on each device"
-    yield "time", f"{duration(found.wall_s)} for {found.steps:,} steps, {found.tokens_per_s:,.0f} tokens/s"
-    yield "", f"with the {found.backend} backend: {found.timing}"
+    yield "time", f"{duration(figures.wall_s)} for {figures.steps:,} steps, {figures.tokens_per_s:,.0f} tokens/s"
+    yield "", f"with the {figures.backend} backend: {figures.timing}"
     yield (
         "price",
-        f"{found.usd:,.2f} USD at {found.usd_per_hour:.2f} per hour for {found.target} (assumed unless given)",
+        f"{figures.usd:,.2f} USD at {figures.usd_per_hour:.2f} per hour for {figures.target} (assumed unless given)",
     )
 
 
@@ -134,7 +133,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} seconds"
 
 
-def _print(found: "RunEstimate") -> None:
+def _print(figures: "RunEstimate") -> None:
     from rich.table import Table
 
     console = table_console(120)
@@ -142,14 +141,14 @@ def _print(found: "RunEstimate") -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
-    for part, figure, note in _rows(found):
+    for part, figure, note in _rows(figures):
         table.add_row(part, figure, note)
     console.print(table)
 
 
-def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
-    parameters, memory, flops = found.parameters, found.memory, found.flops_per_token
-    yield "target", str(found.target), f"{memory.available / 2**30:.1f} GiB each; time and price below are for all"
+def _rows(figures: "RunEstimate") -> Iterator[tuple[str, str, str]]:
+    parameters, memory, flops = figures.parameters, figures.memory, figures.flops_per_token
+    yield "target", str(figures.target), f"{memory.available / 2**30:.1f} GiB each; time and price below are for all"
     yield from (("", "", ""), ("parameters", f"{parameters.total:,}", "exact"))
     for part in ("embeddings", "attention", "feed_forward", "norms", "head"):
         yield f"  {part}", f"{getattr(parameters, part):,}", _share(getattr(parameters, part), parameters.total)
@@ -160,51 +159,53 @@ def _rows(found: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield from (("", "", ""), ("MFLOP per token", f"{total / 1e6:,.1f}", "forward and backward"))
     for part, count in flops.items():
         yield f"  {part}", f"{count / 1e6:,.1f}", _share(count, total)
-    if found.recomputed_flops_per_token:
+    if figures.recomputed_flops_per_token:
         part = " but the attention kernels" if memory.gradient_checkpointing == "selective" else ""
         note = f"in addition: gradient checkpointing runs the forward pass of the blocks{part} twice"
-        yield "  recomputed", f"{found.recomputed_flops_per_token / 1e6:,.1f}", note
+        yield "  recomputed", f"{figures.recomputed_flops_per_token / 1e6:,.1f}", note
     yield from (("", "", ""), ("memory per device", size(memory.total), "peak of a step"))
     yield "  weights", size(memory.weights), "exact; fp32"
     yield "  gradients", size(memory.gradients), "exact; fp32"
     yield "  optimizer", size(memory.optimizer), "exact; AdamW's two moments"
-    chosen, kept = memory.gradient_checkpointing, memory.activations
-    modes = (f"{size(kept.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
-    yield "  activations", size(kept.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
+    chosen, activations = memory.gradient_checkpointing, memory.activations
+    modes = (f"{size(activations.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
+    yield "  activations", size(activations.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
     yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
         yield "  communication", size(memory.communication), "between ranks; estimated, not measured"
     yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
-    yield from (("", "", ""), ("checkpoint", size(found.checkpoint_bytes), "weights and optimizer, on disk"))
-    note = f"{found.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
-    yield "  kept at the end", size(found.kept_checkpoints * found.checkpoint_bytes), note
-    yield "cache", size(found.cache_bytes), "KV cache of one row at inference"
-    yield from (("", "", ""), ("tokens per step", f"{found.tokens_per_step:,}", ""))
-    yield "kernels", found.backend, _why_this_backend(found)
-    yield "tokens per second", f"{found.tokens_per_s:,.0f}", found.timing
+    yield from (("", "", ""), ("checkpoint", size(figures.checkpoint_bytes), "weights and optimizer, on disk"))
+    note = f"{figures.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
+    yield "  kept at the end", size(figures.kept_checkpoints * figures.checkpoint_bytes), note
+    yield "cache", size(figures.cache_bytes), "KV cache of one row at inference"
+    yield from (("", "", ""), ("tokens per step", f"{figures.tokens_per_step:,}", ""))
+    yield "kernels", figures.backend, _why_this_backend(figures)
+    yield "tokens per second", f"{figures.tokens_per_s:,.0f}", figures.timing
     yield (
         "time",
-        duration(found.wall_s),
-        f"{found.steps:,} steps, {found.steps * found.tokens_per_step / 1e6:,.0f} M tokens",
+        duration(figures.wall_s),
+        f"{figures.steps:,} steps, {figures.steps * figures.tokens_per_step / 1e6:,.0f} M tokens",
     )
     yield (
         "price",
-        f"{found.usd:,.2f} USD",
-        f"at {found.usd_per_hour:.2f} per hour for all devices, assumed unless given",
+        f"{figures.usd:,.2f} USD",
+        f"at {figures.usd_per_hour:.2f} per hour for all devices, assumed unless given",
     )
-    others = [one for one in found.backends if one.backend != found.backend]
+    others = [one for one in figures.backends if one.backend != figures.backend]
     yield from [("", "", "")] * bool(others)
     for one in others:
-        speed = f"{found.tokens_per_step / one.step_s:,.0f} tokens/s"
-        cost = f"{duration(found.steps * one.step_s)}, {found.price_of(one.step_s):,.2f} USD, {size(one.memory.total)}"
+        speed = f"{figures.tokens_per_step / one.step_s:,.0f} tokens/s"
+        cost = (
+            f"{duration(figures.steps * one.step_s)}, {figures.price_of(one.step_s):,.2f} USD, {size(one.memory.total)}"
+        )
         yield f"with {one.backend}", speed, f"{cost}; {one.timing}"
 
 
-def _why_this_backend(found: "RunEstimate") -> str:
-    """What decides that this backend runs."""
-    if found.backend == "triton":
+def _why_this_backend(figures: "RunEstimate") -> str:
+    """Explain what decides that this backend runs."""
+    if figures.backend == "triton":
         return "kernels=auto takes it once it has passed its check on that GPU, which the start of a run decides"
-    if found.backend == "cpu":
+    if figures.backend == "cpu":
         return "compiled C++; kernels=auto takes it where it can be compiled"
     return "requested, or the only backend that can run; the slowest of the branches"
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from nsa_train.infer.evaluation.run import EvaluationRequest
     from nsa_train.infer.load_model import LoadedModel
 
-TASKS_HELP = (
+_TASKS_HELP = (
     "held_out_loss, selection, needle, needle_multikey, variable_tracking, associative_recall; with --against also "
     "agreement and layers (default: all)."
 )
-AGAINST_HELP = "Compare with this model: the dense folder that was converted, or anything that MODEL may be."
-LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
-HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
-LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
+_AGAINST_HELP = "Compare with this model: the dense folder that was converted, or anything that MODEL may be."
+_LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
+_HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
+_LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
 _WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -29,18 +29,18 @@ HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def evaluate(
     context: typer.Context,
     model: Path = MODEL,
-    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help=TASKS_HELP),
-    lengths: str = typer.Option(None, "--lengths", metavar="1k,4k", help=LENGTHS_HELP),
+    tasks: str = typer.Option(None, "--tasks", metavar="A,B", help=_TASKS_HELP),
+    lengths: str = typer.Option(None, "--lengths", metavar="1k,4k", help=_LENGTHS_HELP),
     depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),
     limit: int = typer.Option(None, "--limit", min=1, help="Examples for every length and depth (default 20)."),
     rows: int = typer.Option(256, "--rows", min=0, help="Rows for the held-out loss; 0: all there are."),
-    against: Path = typer.Option(None, "--against", metavar="DENSE", help=AGAINST_HELP),
+    against: Path = typer.Option(None, "--against", metavar="DENSE", help=_AGAINST_HELP),
     layer_rows: int = typer.Option(4, "--layer-rows", min=1, help="Rows for the task layers."),
     seed: int = typer.Option(0, "--seed", min=0, help="Random seed of far tasks."),
     data: str = typer.Option(None, "--data", help="Held-out data (default: the run's own): a prepared set, or files."),
     seq_len: str = typer.Option(None, "--seq-len", metavar="4k", help="Row length of held-out data."),
-    hay: str = typer.Option(None, "--hay", help=HAY_HELP),
-    lm_eval: str = typer.Option(None, "--lm-eval", metavar="TASKS", help=LM_EVAL_HELP),
+    hay: str = typer.Option(None, "--hay", help=_HAY_HELP),
+    lm_eval: str = typer.Option(None, "--lm-eval", metavar="TASKS", help=_LM_EVAL_HELP),
     out: Path = typer.Option(None, "--out", help="Results file (default: RUN/evaluations/stepN.json)."),
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON and nothing else on stdout."),
     device: str = DEVICE,
@@ -113,7 +113,7 @@ def evaluate(
 def _run(
     loaded: "LoadedModel", request: "EvaluationRequest", reference: "LoadedModel | None"
 ) -> dict[str, dict[str, Any]]:
-    """With a progress bar on stderr."""
+    """Evaluate with a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -173,16 +173,16 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     width = console.width
     checked = checked_results(None, results)
     for title, heads, numbers, table_rows in result_tables([checked]):
-        made = Table(
+        table = Table(
             title=title, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title_justify="left"
         )
         for place, head in enumerate(heads):
-            made.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
+            table.add_column(head, justify="right" if place in numbers else "left", no_wrap=True)
         for row in table_rows:
-            made.add_row(*map(Text, row[1:]))
+            table.add_row(*map(Text, row[1:]))
         # No cell is cut on a narrow terminal: lines that are too long wrap there.
-        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), made).maximum)
-        console.print(made)
+        console.width = max(width, Measurement.get(console, console.options.update(max_width=_WIDEST), table).maximum)
+        console.print(table)
         console.print()
     console.width = width
     if checked.layers is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nsa_train.infer.generate import BatchResult, Completion, SamplingSettings
     from nsa_train.infer.load_model import LoadedModel
 
-INTERRUPTED = 130
+_INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
@@ -93,7 +93,7 @@ def generate(
                 break
     print_error(_summary(results))
     if results[-1].interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(_INTERRUPTED)
 
 
 def _prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:

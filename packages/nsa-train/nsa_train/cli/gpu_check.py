@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nsa.check.gpu_check.report import GpuCheckReport
     from nsa.check.gpu_check.runner import GpuCheckRunner
 
-INTERRUPTED = 130  # exit code of a shell for SIGINT
+_INTERRUPTED = 130  # exit code of a shell for SIGINT
 _WIDTH = 240  # of a table that goes to a file
 
 
@@ -77,7 +77,7 @@ def gpu_check(
     console.print(f"{record.title()}\n{record.summary()}\nwrote {files[0]} and {files[1]}")
     if not record.flaws():
         console.print(f"to keep it: git add {files[0]} {files[1]} && git commit -m 'GPU check: {record.stem()}'")
-    raise typer.Exit(0 if record.holds else 1 if record.complete else INTERRUPTED)
+    raise typer.Exit(0 if record.holds else 1 if record.complete else _INTERRUPTED)
 
 
 def _require_gpu() -> None:

@@ -58,8 +58,8 @@ def write_starter(folder: Path, starter: "StarterConfig", *, with_text: bool) ->
         raise OutputError(
             f"{', '.join(existing)} already exists: nsa init overwrites nothing. Name another folder, or move it away."
         )
-    made = texts if with_text or starter.reads_text else folder
-    made.mkdir(parents=True, exist_ok=True)
+    new_folder = texts if with_text or starter.reads_text else folder
+    new_folder.mkdir(parents=True, exist_ok=True)
     for target, source in copies.items():
         shutil.copyfile(source, target)
     create_atomic(folder / CONFIG_FILE, starter.text)

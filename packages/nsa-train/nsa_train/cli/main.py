@@ -40,7 +40,7 @@ from nsa_train.cli.outputs import PipedStdout, explain, print_error
 from nsa_train.cli.startup import prepare_process
 
 # Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
-EXTRA_OF = {
+_EXTRA_OF = {
     **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
@@ -50,7 +50,7 @@ EXTRA_OF = {
     **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
     "triton": "dev",
 }
-REQUIRED = ("torch", "pydantic", "yaml")
+_REQUIRED = ("torch", "pydantic", "yaml")
 """Packages of every install that commands import when they need them: missing after an install with --no-deps."""
 
 app = typer.Typer(
@@ -155,7 +155,7 @@ def _run(commands: typer.Typer, name: str) -> None:
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRA_OF and package not in REQUIRED:
+        if package not in _EXTRA_OF and package not in _REQUIRED:
             raise
         print_error(_how_to_install(package))
         sys.exit(ConfigError.exit_code)
@@ -179,10 +179,10 @@ def _require_text(words: list[str]) -> None:
 
 
 def _how_to_install(package: str) -> str:
-    if package in REQUIRED:
+    if package in _REQUIRED:
         where, extra = "Every install of nsa-train has it", ""
     else:
-        where, extra = f"It is part of the extra {EXTRA_OF[package]!r}", f"[{EXTRA_OF[package]}]"
+        where, extra = f"It is part of the extra {_EXTRA_OF[package]!r}", f"[{_EXTRA_OF[package]}]"
     return (
         f"this command needs the package {package}, which is not installed. {where}. Run: pip install "
         f"'nsa-train{extra}' (in a checkout: pip install -e packages/nsa-attention -e 'packages/nsa-train{extra}')."

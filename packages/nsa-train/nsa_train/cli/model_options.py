@@ -53,7 +53,7 @@ def open_reference(path: Path, loaded: "LoadedModel", *, key_file: Path | None) 
     """Load a model to compare `loaded` with, on its device and in its type."""
     with ProgressLine(f"loading {path}"):
         from nsa_train.checkpoint.manifest import read_key
-        from nsa_train.infer.load_reference import load_reference
+        from nsa_train.infer.load_model import load_reference
 
         return load_reference(
             path,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-SMALLEST = (80, 24)
+_SMALLEST = (80, 24)
 _PAUSE_FACTOR = 4
 """The pause after an update is at least this many times its duration: at most a fifth of a core is used."""
 
@@ -62,7 +62,7 @@ def _frame(reader, console: "Console", width: int | None, height: int | None) ->
     from nsa_train.observe.view.monitor.frame import frame
     from nsa_train.observe.view.monitor.text_layout import plain_ascii
 
-    size = console.size if console.is_terminal else SMALLEST
+    size = console.size if console.is_terminal else _SMALLEST
     lines = frame(reader.read(), width or size[0], height or size[1])
     return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
 
@@ -89,7 +89,7 @@ class _MonitorScreen:
         self._shown = rendered
 
     def clear(self) -> None:
-        """Before exiting: a terminal multiplexer that was resized would keep some lines."""
+        """Clear the screen before exiting: a terminal multiplexer that was resized would keep some lines."""
         self._console.file.write("\x1b[H\x1b[J")
 
     def _rendered(self, line: "Text") -> str:

@@ -1,13 +1,12 @@
 """`nsa plan`: layouts of a run on many GPUs, ranked by modelled tokens per second, and a step of the best executed."""
 
-import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from nsa_train.cli.config import resolve
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP
-from nsa_train.cli.outputs import print_json
+from nsa_train.cli.outputs import print_json, table_console
 from nsa_train.cli.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -16,19 +15,19 @@ if TYPE_CHECKING:
     from nsa_train.planning.layout_plan import LayoutFigures
     from nsa_train.planning.step_counts import StepCounts
 
-GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
-MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
+_GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
+_MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
 
 
 def plan(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
-    gpus: str = typer.Option(..., help=GPUS_HELP),
+    gpus: str = typer.Option(..., help=_GPUS_HELP),
     top: int = typer.Option(8, min=1, help="Layouts in the table."),
     execute: bool = typer.Option(False, "--execute", help="Run a step of the best layout on fake tensors."),
     all_layers: bool = typer.Option(False, "--all-layers", help="With --execute: all layers instead of a few."),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
-    gpu_hours_per_failure: float = typer.Option(None, min=1.0, help=MTBF_HELP),
+    gpu_hours_per_failure: float = typer.Option(None, min=1.0, help=_MTBF_HELP),
     restart_s: float = typer.Option(600.0, min=0.0, help="Seconds from a failure to the next step."),
     storage_gb_s: float = typer.Option(2.0, min=1e-3, help="GB/s that one node writes to storage."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON, in bytes, seconds and USD."),
@@ -46,8 +45,6 @@ def plan(
     """
     config = resolve(arguments or [])
 
-    from rich.console import Console
-
     from nsa.errors import ConfigError
     from nsa_train.cli.plan_tables import as_dict, print_plan
     from nsa_train.planning.expected_goodput import LLAMA3_GPU_HOURS, FailureModel
@@ -59,18 +56,18 @@ def plan(
     failures = FailureModel(gpu_hours_per_failure or LLAMA3_GPU_HOURS, restart_s, storage_gb_s)
     vocab_size = config.model.vocab_size or vocabulary(config)
     with ProgressLine("comparing layouts") as line:
-        found = plan_layouts(
+        comparison = plan_layouts(
             config, target, vocab_size, efficiency=efficiency, price=price, failures=failures, progress=line.update
         )
     counts = None
-    if execute and found.ranked:
-        counts = _execute(config, found.ranked[0], target, vocab_size, all_layers=all_layers)
+    if execute and comparison.ranked:
+        counts = _execute(config, comparison.ranked[0], target, vocab_size, all_layers=all_layers)
     if as_json:
-        print_json(as_dict(config, found, top, counts))
+        print_json(as_dict(config, comparison, top, counts))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
-        print_plan(console, config, found, top, counts)
-    if not found.ranked:
+        console = table_console(120)
+        print_plan(console, config, comparison, top, counts)
+    if not comparison.ranked:
         raise ConfigError(
             f"no layout of this run fits {target}: the table says what each needs. Use more GPUs or larger ones, a "
             f"smaller model, or shorter rows (train.seq_len)."

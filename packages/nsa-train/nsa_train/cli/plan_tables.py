@@ -39,12 +39,12 @@ def print_plan(
     _print_branches(console, config, plan)
 
 
-def _row(found: "LayoutFigures") -> tuple[str, ...]:
-    layout = found.layout
+def _row(figures: "LayoutFigures") -> tuple[str, ...]:
+    layout = figures.layout
     return (
         layout.name, f"{layout.tp}", f"{layout.cp}", f"{layout.rows}", f"{layout.passes}", layout.checkpointing,
-        size(found.memory.total), f"{found.step_s:.3g} s", f"{found.exposed_s / found.step_s:.0%}",
-        f"{found.tokens_per_s:,.0f}", f"{found.goodput.lost:.1%}", f"{found.usd:,.0f} USD",
+        size(figures.memory.total), f"{figures.step_s:.3g} s", f"{figures.exposed_s / figures.step_s:.0%}",
+        f"{figures.tokens_per_s:,.0f}", f"{figures.goodput.lost:.1%}", f"{figures.usd:,.0f} USD",
     )  # fmt: skip
 
 
@@ -73,8 +73,8 @@ def _print_best(console: "Console", config: "RunConfig", plan: "LayoutPlan", cou
         _print_counts(console, config, plan, counts)
 
 
-def _memory_rows(found: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
-    memory, layout = found.memory, found.layout
+def _memory_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
+    memory, layout = figures.memory, figures.layout
     yield "weights, gradients, optimizer", size(memory.weights + memory.gradients + memory.optimizer), "rank 0's share"
     yield "activations", size(memory.activations.peak(layout.checkpointing)), f"checkpointing {layout.checkpointing}"
     yield "  of it kernels", size(memory.activations.workspace), "at most; temporary"
@@ -83,26 +83,26 @@ def _memory_rows(found: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     yield "total", size(memory.total), f"of {size(memory.available)}"
 
 
-def _time_rows(found: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
-    estimate, goodput = found.estimate, found.goodput
-    yield "compute", f"{found.compute_s:.3g} s", estimate.timing
-    yield "communication behind it", f"{found.overlapped_s:.3g} s", "weights and gradients, while blocks compute"
-    yield "communication that waits", f"{found.exposed_s:.3g} s", "tensor and context parallelism, and what is left"
-    yield "step", f"{found.step_s:.3g} s", f"{found.tokens_per_s:,.0f} tokens/s"
+def _time_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
+    estimate, goodput = figures.estimate, figures.goodput
+    yield "compute", f"{figures.compute_s:.3g} s", estimate.timing
+    yield "communication behind it", f"{figures.overlapped_s:.3g} s", "weights and gradients, while blocks compute"
+    yield "communication that waits", f"{figures.exposed_s:.3g} s", "tensor and context parallelism, and what is left"
+    yield "step", f"{figures.step_s:.3g} s", f"{figures.tokens_per_s:,.0f} tokens/s"
     yield "failure", f"every {duration(goodput.mtbf_s)}", "assumed, of all GPUs together"
-    every = max(1, round(goodput.interval_s / found.step_s))
+    every = max(1, round(goodput.interval_s / figures.step_s))
     yield (
         "save",
         f"every {duration(goodput.interval_s)}",
         f"train.save_every={every}; stops {goodput.save_s:.3g} s (assumed)",
     )
     yield "lost", f"{goodput.lost:.1%}", "saving, steps done again, restarts (Young and Daly)"
-    yield "run", duration(found.wall_s), f"{estimate.steps:,} steps, with what is lost"
-    yield "price", f"{found.usd:,.0f} USD", f"at {estimate.usd_per_hour:,.0f} per hour for all, assumed unless given"
+    yield "run", duration(figures.wall_s), f"{estimate.steps:,} steps, with what is lost"
+    yield "price", f"{figures.usd:,.0f} USD", f"at {estimate.usd_per_hour:,.0f} per hour for all, assumed unless given"
 
 
 def _print_counts(console: "Console", config: "RunConfig", plan: "LayoutPlan", counts: "StepCounts") -> None:
-    from nsa_train.planning.plan_check import compare_with_counts
+    from nsa_train.planning.layout_plan import compare_with_counts
 
     best = plan.ranked[0]
     divided = best.layout.applied(config)
@@ -178,9 +178,9 @@ def _table(console: "Console", headers: Sequence[str] | None, rows: Sequence[Seq
 
 
 def as_dict(config: "RunConfig", plan: "LayoutPlan", top: int, counts: "StepCounts | None") -> dict[str, Any]:
-    from nsa_train.planning.plan_check import compare_with_counts
+    from nsa_train.planning.layout_plan import compare_with_counts
 
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "target": str(plan.target),
         "parameters": plan.figures.parameters.total,
         "considered": plan.considered,
@@ -192,24 +192,24 @@ def as_dict(config: "RunConfig", plan: "LayoutPlan", top: int, counts: "StepCoun
     if counts is not None:
         best = plan.ranked[0]
         compared = compare_with_counts(best.layout.applied(config), best, plan.figures, plan.target, counts)
-        found["executed"] = {
+        content["executed"] = {
             **counts.as_json(),
             "compared": [{**vars(each), "difference": each.difference} for each in compared],
         }
-    return found
+    return content
 
 
-def _layout_dict(found: "LayoutFigures") -> dict[str, Any]:
-    memory, goodput = found.memory, found.goodput
+def _layout_dict(figures: "LayoutFigures") -> dict[str, Any]:
+    memory, goodput = figures.memory, figures.goodput
     return {
-        **vars(found.layout),
-        "overrides": found.layout.overrides(),
-        "fits": found.fits,
+        **vars(figures.layout),
+        "overrides": figures.layout.overrides(),
+        "fits": figures.fits,
         "memory_bytes": {
             "weights": memory.weights,
             "gradients": memory.gradients,
             "optimizer": memory.optimizer,
-            "activations": memory.activations.peak(found.layout.checkpointing),
+            "activations": memory.activations.peak(figures.layout.checkpointing),
             "communication": memory.communication,
             "reserve": memory.reserve,
             "total": memory.total,
@@ -224,14 +224,14 @@ def _layout_dict(found: "LayoutFigures") -> dict[str, Any]:
                 "received_bytes": each.received_bytes,
                 "seconds": each.seconds,
             }
-            for each in found.traffic
+            for each in figures.traffic
         ],
-        "compute_s": found.compute_s,
-        "overlapped_s": found.overlapped_s,
-        "exposed_s": found.exposed_s,
-        "step_s": found.step_s,
-        "tokens_per_s": found.tokens_per_s,
+        "compute_s": figures.compute_s,
+        "overlapped_s": figures.overlapped_s,
+        "exposed_s": figures.exposed_s,
+        "step_s": figures.step_s,
+        "tokens_per_s": figures.tokens_per_s,
         "goodput": {**vars(goodput), "lost": goodput.lost},
-        "wall_s": found.wall_s,
-        "usd": found.usd,
+        "wall_s": figures.wall_s,
+        "usd": figures.usd,
     }

@@ -1,7 +1,5 @@
 """`nsa preflight`: checks a run against every preflight rule before it starts."""
 
-import json
-import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +8,7 @@ import typer
 from nsa.errors import PreflightError
 from nsa_train.cli.config import resolve
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
+from nsa_train.cli.outputs import print_json, table_console
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def preflight(
         )
     verdicts = judge(facts, allow)
     if as_json:
-        print(json.dumps(_as_dict(facts, verdicts), indent=2))
+        print_json(_as_dict(facts, verdicts))
     else:
         _print(facts, verdicts)
     if any(verdict.status == RuleStatus.FAIL for verdict in verdicts):
@@ -92,14 +91,13 @@ def _as_dict(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> dict[str
 
 
 def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from nsa_train.planning.preflight import failed, how_to_override
     from nsa_train.planning.preflight_rules import LONG_RUN_STEPS, is_long
 
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    console = table_console(120)
     steps, long = facts.config.train.steps, is_long(facts)
     console.print(f"{steps:,} steps on {facts.target}: a {'long' if long else 'short'} run", style="bold")
     if not long:
@@ -107,10 +105,10 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     console.print()
     table = Table("", "rule", "found", box=None, pad_edge=False)
     for verdict in verdicts:
-        found = Text(printable(verdict.message, keep_newlines=True))
+        text = Text(printable(verdict.message, keep_newlines=True))
         if verdict.fix:
-            found.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
-        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, found)
+            text.append(f"\n{printable(verdict.fix, keep_newlines=True)}", style="bold")
+        table.add_row(Text(verdict.status, style=_STYLES[verdict.status]), verdict.rule, text)
     console.print(table)
     console.print()
     if facts.estimate is not None:

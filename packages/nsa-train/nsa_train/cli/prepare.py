@@ -26,11 +26,11 @@ SourceOption = Annotated[
 TokenizerOption = Annotated[
     str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
 ]
-WorkersOption = Annotated[
+_WorkersOption = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
 ]
-HeldOutOption = Annotated[
+_HeldOutOption = Annotated[
     float, typer.Option(help="Fraction of documents for the validation split, selected by a hash of the document id.")
 ]
 
@@ -47,8 +47,8 @@ def prepare(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder or s3:// prefix.")],
     tokenizer: TokenizerOption = "byte",
-    workers: WorkersOption = None,
-    held_out: HeldOutOption = 0.0005,
+    workers: _WorkersOption = None,
+    held_out: _HeldOutOption = 0.0005,
     dedup: Annotated[
         bool,
         typer.Option("--dedup", help="Keep only the first of documents with exactly the same text; reads SRC twice."),
@@ -131,8 +131,8 @@ def bootstrap(
     gb: Annotated[float, typer.Option(help="Approximate size of the shards in gigabytes.")] = 5.0,
     source: SourceOption = None,
     tokenizer: TokenizerOption = "byte",
-    workers: WorkersOption = None,
-    held_out: HeldOutOption = 0.0005,
+    workers: _WorkersOption = None,
+    held_out: _HeldOutOption = 0.0005,
 ) -> None:
     """Download and tokenize the beginning of a source to local shards, for runs without network access.
 
@@ -162,14 +162,14 @@ def _cores() -> int:
 @contextmanager
 def _shown_progress() -> Iterator[Callable[["preparing.PrepareProgress"], None]]:
     with ProgressLine("starting workers") as line:
-        yield lambda progress: line.update(progress_text(progress))
+        yield lambda progress: line.update(_progress_text(progress))
 
 
-def progress_text(progress: "preparing.PrepareProgress") -> str:
+def _progress_text(progress: "preparing.PrepareProgress") -> str:
     """A bar with the share that is done, what was written so far, and the time left."""
-    done = progress.units_done / max(1, progress.units)
-    bar = "█" * round(done * _BAR_WIDTH)
-    parts = [f"{progress.activity} {bar:░<{_BAR_WIDTH}} {done:4.0%}"]
+    share = progress.units_done / max(1, progress.units)
+    bar = "█" * round(share * _BAR_WIDTH)
+    parts = [f"{progress.activity} {bar:░<{_BAR_WIDTH}} {share:4.0%}"]
     if progress.tokens:
         rate = progress.tokens / max(progress.elapsed_s, 1e-9)
         parts.append(f"{progress.tokens / 1e6:,.1f} M tokens · {rate / 1e3:,.0f} k/s")

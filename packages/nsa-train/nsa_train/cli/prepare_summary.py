@@ -1,10 +1,9 @@
 """Summary at the end of `nsa data prepare`: what was read and skipped, a preview, and the model size it supports."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nsa_train.cli.outputs import print_line
+from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.cli.prepared_set import print_table, print_totals, set_facts
 from nsa_train.terminal_text import printable
 
@@ -40,7 +39,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
             "preview": preview,
             "model_size": asdict(advice),
         }
-        print(json.dumps(content, indent=2))
+        print_json(content)
         return
     if report is not None:
         print_report(source, report)
@@ -51,7 +50,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
 
 
 def print_report(source: str, report: "ReadReport") -> None:
-    """What was read by kind of file, what was not used and why, and encodings other than UTF-8."""
+    """Print what was read by kind of file, what was not used and why, and encodings other than UTF-8."""
     columns = ["kind", "files", "documents", "characters", "tokens"]
     rows = [[kind, *_numbers(counted)] for kind, counted in report.kinds.items()]
     if len(rows) > 1:
@@ -59,12 +58,12 @@ def print_report(source: str, report: "ReadReport") -> None:
     print_table(f"read from {source}", columns, rows)
     if report.skipped:
         print_line("Not used:")
-    for reason, found in report.skipped.items():
-        print_line(f"  {found.count:,} {reason}: {_names(found)}")
+    for reason, entry in report.skipped.items():
+        print_line(f"  {entry.count:,} {reason}: {_names(entry)}")
     if report.encodings:
         print_line("Not plain UTF-8:")
-    for encoding, found in report.encodings.items():
-        print_line(f"  {_files(found.count)} read as {encoding}: {_names(found)}")
+    for encoding, entry in report.encodings.items():
+        print_line(f"  {_files(entry.count)} read as {encoding}: {_names(entry)}")
     if any(not name.startswith(("UTF", "damaged")) for name in report.encodings):
         print_line("  If an encoding is wrong, prepare into another folder with --encoding NAME.")
 
@@ -73,9 +72,9 @@ def _numbers(counted: Any) -> list[str]:
     return [f"{getattr(counted, name):,}" for name in ("files", "documents", "characters", "tokens")]
 
 
-def _names(found: "NamedCount") -> str:
-    more = found.count - len(found.first)
-    return ", ".join(printable(name, 100) for name in found.first) + (f", and {more:,} more" if more else "")
+def _names(entry: "NamedCount") -> str:
+    more = entry.count - len(entry.first)
+    return ", ".join(printable(name, 100) for name in entry.first) + (f", and {more:,} more" if more else "")
 
 
 def _files(count: int) -> str:

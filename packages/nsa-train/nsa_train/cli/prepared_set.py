@@ -1,6 +1,5 @@
 """`nsa data inspect`, `verify` and `stats`: show and check sets of token shards written by `nsa data prepare`."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa.errors import DataError
-from nsa_train.cli.outputs import print_line
+from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
@@ -19,7 +18,7 @@ if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must n
     from nsa_train.data.shards.manifest import ShardManifest
     from nsa_train.storage import StorageFolder
 
-SetArgument = Annotated[
+_SetArgument = Annotated[
     str, typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
@@ -27,7 +26,7 @@ _PERCENTILES = {"5 %": 5, "median": 50, "95 %": 95, "99 %": 99}
 
 
 def inspect(
-    prepared: SetArgument,
+    prepared: _SetArgument,
     document: Annotated[
         int | None, typer.Option(help="Print id, shard and position of this document; numbers start at 0.")
     ] = None,
@@ -47,13 +46,13 @@ def inspect(
 
     folder, manifest = _open_set(prepared)
     listed = manifest.shards(split) if shards else []
-    found = find_document(folder, manifest, split, document) if document is not None else None
+    place = find_document(folder, manifest, split, document) if document is not None else None
     report = read_report(folder)
     if as_json:
         content = set_facts(prepared, manifest) | {"read": report.as_json() if report is not None else None}
         content |= {"shards": [shard.as_json() for shard in listed]} if shards else {}
-        content |= {"document": asdict(found)} if found is not None else {}
-        print(json.dumps(content, indent=2))
+        content |= {"document": asdict(place)} if place is not None else {}
+        print_json(content)
         return
     print_totals(prepared, manifest)
     facts = {
@@ -72,12 +71,12 @@ def inspect(
     if shards:
         rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in listed]
         print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
-    if found is not None:
-        row = [found.doc_id, found.shard, f"{found.start:,}", f"{found.tokens:,}"]
+    if place is not None:
+        row = [place.doc_id, place.shard, f"{place.start:,}", f"{place.tokens:,}"]
         print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
 
 
-def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
+def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
     """Verify the SHA-256 of every file of a prepared set.
 
     Exit codes: 0 if all files match, 21 if one is damaged or missing, or there is no finished set.
@@ -92,8 +91,8 @@ def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
         shown = bar.add_task("verify", total=total)
         damaged = list(verify_set(folder, manifest, lambda count: bar.update(shown, advance=count)))
     if as_json:
-        found = [asdict(file) for file in damaged]
-        print(json.dumps({"set": prepared, "bytes": total, "ok": not damaged, "damaged": found}, indent=2), flush=True)
+        files = [asdict(file) for file in damaged]
+        print_json({"set": prepared, "bytes": total, "ok": not damaged, "damaged": files})
     if damaged:
         if not as_json:
             print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged], numbers=False)
@@ -102,7 +101,7 @@ def verify(prepared: SetArgument, as_json: JsonOption = False) -> None:
         print_line(f"{prepared}: all files match ({total:,} bytes)")
 
 
-def stats(prepared: SetArgument, as_json: JsonOption = False) -> None:
+def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
     """Print the distribution of document lengths in tokens.
 
     Exit codes: 0, or 21 if the set does not exist, is not finished or is damaged.
@@ -112,14 +111,14 @@ def stats(prepared: SetArgument, as_json: JsonOption = False) -> None:
     from nsa_train.data.shards.inspect import length_stats
 
     folder, manifest = _open_set(prepared)
-    found = {split: length_stats(folder, manifest, split) for split in manifest.splits}
+    statistics = {split: length_stats(folder, manifest, split) for split in manifest.splits}
     if as_json:
-        print(json.dumps({"set": prepared, "lengths": {s: asdict(of) for s, of in found.items()}}, indent=2))
+        print_json({"set": prepared, "lengths": {s: asdict(of) for s, of in statistics.items()}})
         return
     # One line per number: a line per split would not fit 80 columns.
-    lengths = [_lengths(of) for of in found.values()]
+    lengths = [_lengths(of) for of in statistics.values()]
     print_table(
-        "document length in tokens", ["", *found], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
+        "document length in tokens", ["", *statistics], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
     )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nsa_train.observe.view.run_data import RunData
 
 DEFAULT_NAME = "report.html"
-MOST_RUNS = 6
+_MOST_RUNS = 6
 _STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
 
 
@@ -36,7 +36,7 @@ def report(
 
 
 def compare(
-    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {MOST_RUNS} run folders."),
+    runs: list[Path] = typer.Argument(..., metavar="RUN RUN", help=f"2 to {_MOST_RUNS} run folders."),
     out: Path = typer.Option(None, "--out", help="Also write an HTML report with all curves on common axes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: results of every run, settings that differ."),
 ) -> None:
@@ -46,10 +46,10 @@ def compare(
 
     **Example:** `nsa compare artifacts/a artifacts/b --out compare.html`
     """
-    if not 2 <= len(runs) <= MOST_RUNS:
+    if not 2 <= len(runs) <= _MOST_RUNS:
         raise ConfigError(
-            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {MOST_RUNS}: more curves than that cannot "
-            f"be distinguished. Give 2 to {MOST_RUNS} run folders."
+            f"nsa compare was given {len(runs)} run folder(s) and takes 2 to {_MOST_RUNS}: more curves than "
+            f"that cannot be distinguished. Give 2 to {_MOST_RUNS} run folders."
         )
     require_writable_file(out)
 
@@ -67,16 +67,16 @@ def compare(
 
 
 def _comparison(runs: "list[RunData]") -> dict[str, Any]:
-    """As `--json` prints it. Times are in seconds; null is unknown."""
+    """The comparison as `--json` prints it. Times are in seconds; null is unknown."""
     from nsa_train.observe.view.summary import differing_settings, summarize
 
-    found = []
+    summaries = []
     for run in runs:
         summary = summarize(run)
         values = {name: value for name, value in asdict(summary).items() if name != "wall"}
         wall_s = summary.wall.total if summary.wall is not None else None
-        found.append({"folder": str(run.folder), **values, "goodput": summary.goodput, "wall_s": wall_s})
-    return {"runs": found, "differing_settings": dict(differing_settings(runs))}
+        summaries.append({"folder": str(run.folder), **values, "goodput": summary.goodput, "wall_s": wall_s})
+    return {"runs": summaries, "differing_settings": dict(differing_settings(runs))}
 
 
 def _show(loaded: "list[RunData]") -> None:
@@ -94,13 +94,13 @@ def _show(loaded: "list[RunData]") -> None:
     names = labels(loaded)
 
     def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
-        made = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        made.add_column(head)
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        table.add_column(head)
         for name, style in zip(names, _STYLES, strict=False):
-            made.add_column(Text(name, f"bold {style}"), overflow="fold")
+            table.add_column(Text(name, f"bold {style}"), overflow="fold")
         for name, values in rows:
-            made.add_row(Text(printable(name), "dim"), *map(Text, values))
-        console.print(made)
+            table.add_row(Text(printable(name), "dim"), *map(Text, values))
+        console.print(table)
 
     show("", figures([summarize(run) for run in loaded]))
     console.print()

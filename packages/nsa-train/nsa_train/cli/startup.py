@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SPIN_COUNT = "1000"
+_SPIN_COUNT = "1000"
 """Turns an OpenMP thread waits before it sleeps, as GNU's runtime does by itself where threads outnumber cores.
 
 Its default of 300,000 keeps a core for milliseconds after every parallel loop. On two cores with other work the
@@ -19,7 +19,7 @@ _OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 def prepare_process() -> None:
     """Call once, at the start of a command. Child processes inherit the variables."""
     if not any(os.environ.get(name) for name in _OPENMP_WAITING):
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # libgomp reads it when it is loaded, with torch
+        os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT  # libgomp reads it when it is loaded, with torch
     # Base installs have no NumPy, and no command that works there needs it. A NumPy that is broken is still reported.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 

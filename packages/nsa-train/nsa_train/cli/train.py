@@ -49,7 +49,7 @@ def train(
     **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
     `torchrun --nproc_per_node=8 -m nsa_train.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
     """
-    given = {
+    flags = {
         "data.dataset": dataset,
         "train.steps": steps,
         "runtime.precision": precision,
@@ -57,7 +57,7 @@ def train(
         "data.loader_timeout_s": loader_timeout,
         "data.synthetic_on_fail": synthetic_on_fail or None,
     }
-    words = [*(arguments or []), *(f"{key}={value}" for key, value in given.items() if value is not None)]
+    words = [*(arguments or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
     words, named = _split_off_checkpoint(words) if resume else (words, None)
     config = resolve(words)
 
@@ -135,7 +135,7 @@ class _PlainProgress:
 
 
 class _LiveProgress(_PlainProgress):
-    """On a terminal: one progress line that is updated in place, with permanent lines printed above it."""
+    """Progress on a terminal: one line that is updated in place, with permanent lines printed above it."""
 
     def __init__(self, console: Any) -> None:
         from rich.live import Live

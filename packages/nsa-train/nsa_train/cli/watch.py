@@ -77,16 +77,16 @@ def status(
     if pids:
         _print_pids(folder)
         return
-    found = _status(folder, _limits(limit))
+    state = _status(folder, _limits(limit))
     if as_json:
-        print(json.dumps(found.as_dict(), default=str))
+        print(json.dumps(state.as_dict(), default=str))
     else:
-        _show(folder, found)
+        _show(folder, state)
     if log:
         from nsa_train.observe.watch.watchdog import append_health
 
-        append_health(folder, _line(found))
-    raise typer.Exit(found.exit_code)
+        append_health(folder, _line(state))
+    raise typer.Exit(state.exit_code)
 
 
 def halt(
@@ -185,16 +185,16 @@ def _print_pids(folder: Path) -> None:
     reader = HistoryReader(folder)
     try:
         reader.update()
-        found = reader.processes()
+        pids = reader.processes()
     finally:
         reader.close()
-    if not found:
+    if not pids:
         typer.echo(f"no rank of {folder} runs on this host", err=True)
         raise typer.Exit(1)
-    print(*found)
+    print(*pids)
 
 
-def _show(folder: Path, found: "RunStatus") -> None:
+def _show(folder: Path, status: "RunStatus") -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -205,47 +205,48 @@ def _show(folder: Path, found: "RunStatus") -> None:
     from nsa_train.observe.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
-    colour = ("green", "yellow", "red")[found.exit_code]
-    console.print(Text.assemble((str(found.phase), f"bold {colour}"), f"  {printable(folder)}"), soft_wrap=True)
-    of = f" of {found.steps:,} ({found.step / found.steps:.1%})" if found.steps else ""
-    rows = [("step", f"{found.step:,}{of}")]
-    if found.loss is not None:
-        how = f", mean of the last {found.loss_records} records" if found.loss_records > 1 else ""
-        rows.append(("loss", f"{found.loss:.4f}{how}"))
-    if found.toks_per_s is not None:
-        rows.append(("throughput", f"{found.toks_per_s:,.0f} tokens/s"))
-    if found.left_s is not None:
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(found.left_s)} left")
-    if found.beat_age_s is not None:
-        world = f" of {found.world}" if found.world and found.world != found.ranks else ""
-        rows.append(("heartbeat", f"{age(found.beat_age_s)} ago, {found.ranks}{world} rank{'s' * (found.ranks != 1)}"))
-    rows.append(("checkpoint", found.checkpoint or "none"))
-    if found.halt is not None:
-        rows.append((names.HALT, found.halt))
-    if found.unreadable:
-        rows.append(("unreadable", describe_unreadable(found.unreadable)))
+    colour = ("green", "yellow", "red")[status.exit_code]
+    console.print(Text.assemble((str(status.phase), f"bold {colour}"), f"  {printable(folder)}"), soft_wrap=True)
+    of = f" of {status.steps:,} ({status.step / status.steps:.1%})" if status.steps else ""
+    rows = [("step", f"{status.step:,}{of}")]
+    if status.loss is not None:
+        how = f", mean of the last {status.loss_records} records" if status.loss_records > 1 else ""
+        rows.append(("loss", f"{status.loss:.4f}{how}"))
+    if status.toks_per_s is not None:
+        rows.append(("throughput", f"{status.toks_per_s:,.0f} tokens/s"))
+    if status.left_s is not None:
+        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(status.left_s)} left")
+    if status.beat_age_s is not None:
+        world = f" of {status.world}" if status.world and status.world != status.ranks else ""
+        count = f"{status.ranks}{world} rank{'s' * (status.ranks != 1)}"
+        rows.append(("heartbeat", f"{age(status.beat_age_s)} ago, {count}"))
+    rows.append(("checkpoint", status.checkpoint or "none"))
+    if status.halt is not None:
+        rows.append((names.HALT, status.halt))
+    if status.unreadable:
+        rows.append(("unreadable", describe_unreadable(status.unreadable)))
     for name, text in rows:
         console.print(f"  {name:11}{printable(text)}", markup=False, soft_wrap=True)
-    for same in by_condition(found.findings):
+    for same in by_condition(status.findings):
         first, ranks = same[0], ranks_of(same)
         colour = "red" if first.level == AlertLevel.CRITICAL else "yellow"
         where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
         console.print(f"[{colour}]{first.level}[/] {first.name}{where}")
         console.print(f"  {printable(first.message)}", markup=False)
         console.print(f"  → {first.condition.advice}", markup=False)
-    if found.phase == RunPhase.EMPTY:
+    if status.phase == RunPhase.EMPTY:
         console.print("no heartbeat file in this folder")
-    elif not found.findings:
+    elif not status.findings:
         console.print("no findings")
 
 
-def _line(found: "RunStatus") -> str:
+def _line(status: "RunStatus") -> str:
     from nsa_train.observe.watch.watchdog import by_condition, describe
 
-    word = ("OK", "WARNING", "CRITICAL")[found.exit_code]
-    loss = f", loss {found.loss:.4f}" if found.loss is not None else ""
-    wrong = "".join(f"; {describe(same)}" for same in by_condition(found.findings))
-    return f"{word} {found.phase} at step {found.step}{loss}{wrong}"
+    word = ("OK", "WARNING", "CRITICAL")[status.exit_code]
+    loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+    wrong = "".join(f"; {describe(same)}" for same in by_condition(status.findings))
+    return f"{word} {status.phase} at step {status.step}{loss}{wrong}"
 
 
 def _limits(changes: list[str] | None) -> "HealthLimits":

@@ -8,8 +8,8 @@ from nsa_train.config import env
 from nsa_train.config.describe import kind, may_change_on_resume, plain, unit
 from nsa_train.config.schema import RETIRED_KEYS, RunConfig, sections, settings
 
-REFRESH = "nsa config docs"
-_NOTE = f"<!-- Written by `{REFRESH}`. Edit core/attention_config.py, config/*_sections.py or env.py instead. -->"
+_REFRESH = "nsa config docs"
+_NOTE = f"<!-- Written by `{_REFRESH}`. Edit core/attention_config.py, config/*_sections.py or env.py instead. -->"
 
 
 def pages() -> dict[str, str]:

@@ -19,7 +19,7 @@ from nsa_train.config.setting_types import BOOLEAN
 PREFIX = "NSA_"
 CONFIG_FILE = "CONFIG"
 
-BRANCHES = tuple(KernelsConfig.model_fields)
+_BRANCHES = tuple(KernelsConfig.model_fields)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ VARIABLES: dict[str, EnvVariable] = {
         "Time tile sizes on the GPU at first use; if off, GPUs of one model give bitwise equal results.",
     ),
     ALL_BRANCHES: EnvVariable(
-        tuple(f"kernels.{branch}" for branch in BRANCHES),
+        tuple(f"kernels.{branch}" for branch in _BRANCHES),
         "Backend of every branch, e.g. portable or reference; also for the library and nsa doctor, where an argument "
         "that names a backend wins.",
     ),
@@ -56,7 +56,7 @@ VARIABLES: dict[str, EnvVariable] = {
         variable_of(branch): EnvVariable(
             (f"kernels.{branch}",), f"Backend of kernels.{branch} alone; wins over NSA_KERNEL."
         )
-        for branch in BRANCHES
+        for branch in _BRANCHES
     },
 }
 

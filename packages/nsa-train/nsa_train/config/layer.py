@@ -9,7 +9,7 @@ from nsa_train.config.schema import RETIRED_KEYS, sections, settings
 
 
 @dataclass(frozen=True)
-class GivenValue:
+class SettingText:
     """One value as text; the schema gives it its type, so `no` and `2e-4` are parsed as the setting needs."""
 
     text: str | None
@@ -19,7 +19,7 @@ class GivenValue:
 
 @dataclass
 class SettingsLayer:
-    given: dict[str, GivenValue] = field(default_factory=dict)
+    values: dict[str, SettingText] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     readable: bool = True
@@ -29,7 +29,7 @@ class SettingsLayer:
         if text is not None and not _is_unicode(text):
             self.problems.append(f"{where}: {key} must be UTF-8 text (got {text!r}). Write it in UTF-8, paths too.")
         elif key in settings():
-            self.given[key] = GivenValue(text, origin, where)
+            self.values[key] = SettingText(text, origin, where)
         elif key in RETIRED_KEYS:
             self.notices.append(f"{where}: {key} is retired and ignored: {RETIRED_KEYS[key]}.")
         else:
@@ -46,21 +46,21 @@ def _is_unicode(text: str) -> bool:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys: {"train": {"lr": 1}} → {"train.lr": 1}."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings to dotted keys: {"train": {"lr": 1}} → {"train.lr": 1}."""
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...]) -> str | None:
     """The known word closest to this one, or None if nothing is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
 
 
 def section_hint(name: str) -> str:

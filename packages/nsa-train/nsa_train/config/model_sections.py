@@ -1,14 +1,14 @@
 """Settings of the model and of how it is computed: `model`, `nsa`, `runtime`, `kernels`."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, create_model, field_validator, model_validator
 
 from nsa.core.attention_config import AttentionConfig, CompressionConfig, RopeCompressed, RopeScaling
 from nsa.geometry import Geometry, default_ffn_dim
+from nsa.option_fields import LayerOption, options_of
 from nsa.options import AttentionKind, Checkpointing, Compilation, Precision, Preset, RopeLayer
 from nsa_train.config import rules
-from nsa_train.config.option_section import option_section
 from nsa_train.config.setting_types import (
     OFF_OR_FULL,
     OFF_OR_ON,
@@ -16,11 +16,47 @@ from nsa_train.config.setting_types import (
     Changeable,
     ConfigSection,
     Count,
+    MayChangeOnResume,
     Positive,
+    SettingUnit,
     Text,
     Tokens,
     ValueDescription,
 )
+
+
+def _option_section(
+    cls: type, section: str, *, without: tuple[str, ...] = (), base: type[ConfigSection] = ConfigSection
+) -> Any:
+    """Make a section of settings from a dataclass of options: those that belong to `section`, after those of `base`."""
+    settings = {
+        each.setting.removeprefix(f"{section}."): each
+        for each in options_of(cls)
+        if each.setting.rpartition(".")[0] == section
+    }
+    definitions: dict[str, Any] = {
+        key: (_setting_type(each), Field(default=each.usual, description=each.about))
+        for key, each in settings.items()
+        if key not in without
+    }
+    return create_model(f"{cls.__name__}Section", __base__=base, **definitions)
+
+
+def _setting_type(option: LayerOption) -> Any:
+    """The type of a setting with the limits and the unit of its option."""
+    optional = type(None) in get_args(option.type)
+    inner: Any = next(part for part in get_args(option.type) if part is not type(None)) if optional else option.type
+    if option.choices and inner is str:
+        inner = Literal[option.choices]
+    limits: dict[str, Any] = dict(ge=option.at_least, gt=option.above, le=option.at_most)
+    if bounds := {name: limit for name, limit in limits.items() if limit is not None}:
+        inner = Annotated[inner, Field(**bounds)]
+    if option.unit:
+        inner = Annotated[inner, SettingUnit(option.unit)]
+    if optional:
+        inner = inner | None
+    return Annotated[inner, MayChangeOnResume()] if option.may_change else inner
+
 
 _OF_MODEL = ("norm_eps", "rope_layers", "rope_scaling")
 """Settings of `model` that are more than an option of the attention: other parts have them too, or they are lists."""
@@ -42,17 +78,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Values of settings in `nsa` that differ from their defaults, by `nsa.preset`."""
 
 
-class RopeScalingConfig(option_section(RopeScaling, "nsa")):  # type: ignore[misc]
+class RopeScalingConfig(_option_section(RopeScaling, "nsa")):  # type: ignore[misc]
     __doc__ = RopeScaling.__doc__
 
     @property
-    def given(self) -> dict[str, Any] | None:
+    def as_mapping(self) -> dict[str, Any] | None:
         """The keys that are set, as an attention layer takes them; None without scaling."""
         keys: dict[str, Any] = self.model_dump(exclude_none=True)
         return None if keys == {"rope_type": "default"} else keys
 
 
-class ModelConfig(option_section(AttentionConfig, "model", without=_OF_MODEL)):  # type: ignore[misc]
+class ModelConfig(_option_section(AttentionConfig, "model", without=_OF_MODEL)):  # type: ignore[misc]
     """Sizes and options of the transformer."""
 
     NAME: ClassVar[str] = "model"
@@ -114,18 +150,18 @@ class _PresetSection(ConfigSection):
     )
 
 
-class SparseAttentionConfig(option_section(AttentionConfig, "nsa", base=_PresetSection)):  # type: ignore[misc]
+class SparseAttentionConfig(_option_section(AttentionConfig, "nsa", base=_PresetSection)):  # type: ignore[misc]
     """Native Sparse Attention: the three branches and the gate that mixes them."""
 
     NAME: ClassVar[str] = "nsa"
 
     @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        name = given.get("preset")
-        return {**PRESETS[name], **given} if isinstance(name, str) and name in PRESETS else given
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        name = values.get("preset")
+        return {**PRESETS[name], **values} if isinstance(name, str) and name in PRESETS else values
 
     @property
     def geometry(self) -> Geometry:

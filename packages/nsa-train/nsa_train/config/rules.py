@@ -11,20 +11,20 @@ from nsa.errors import BrokenRule, ConfigError
 from nsa.option_fields import OptionNames, from_options
 from nsa_train.storage import StorageAddress
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BROKEN_RULES = "broken_rules"
 
 
-def enforce(section: T, broken: Iterable[BrokenRule]) -> T:
+def enforce(section: _T, broken: Iterable[BrokenRule]) -> _T:
     """Return the section, or raise with every broken rule at once."""
-    if found := tuple(broken):
-        text = "\n".join(rule.message for rule in found)
-        raise PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "broken": found})
+    if broken_rules := tuple(broken):
+        text = "\n".join(rule.message for rule in broken_rules)
+        raise PydanticCustomError(BROKEN_RULES, "{text}", {"text": text, "broken": broken_rules})
     return section
 
 
-NAMES = OptionNames(
+_NAMES = OptionNames(
     {
         **SETTING_NAMES,
         **{name: f"model.{name}" for name in ("rope_layers", "window", "n_layers")},
@@ -43,13 +43,13 @@ def attention_of(*sections: Any) -> AttentionConfig:
             if each.setting.startswith(f"{section.NAME}.") and not each.per_layer:
                 values[each.name] = getattr(section, key)
     if values["rope_scaling"] is not None:
-        values["rope_scaling"] = values["rope_scaling"].given
+        values["rope_scaling"] = values["rope_scaling"].as_mapping
     return from_options(AttentionConfig, values)
 
 
 def check_section(section: Any) -> Iterator[BrokenRule]:
     """Rules of the attention between settings of one section."""
-    for rule in attention_of(section).broken_rules(NAMES):
+    for rule in attention_of(section).broken_rules(_NAMES):
         if all(key.startswith(f"{section.NAME}.") for key in rule.keys):
             yield rule
 
@@ -57,13 +57,13 @@ def check_section(section: Any) -> Iterator[BrokenRule]:
 def check_layers(
     attention: Sequence[str], rope_layers: Sequence[str], window: int | None, n_layers: int
 ) -> Iterator[BrokenRule]:
-    return broken_pattern_rules(attention, rope_layers, window, n_layers, NAMES)
+    return broken_pattern_rules(attention, rope_layers, window, n_layers, _NAMES)
 
 
 def check_run(attention: AttentionConfig, layers: Sequence[str]) -> Iterator[BrokenRule]:
     """Rules between settings of `model` and `nsa`."""
-    yield from attention.broken_rules(NAMES)
-    yield from broken_merged_rules(layers, attention, NAMES)
+    yield from attention.broken_rules(_NAMES)
+    yield from broken_merged_rules(layers, attention, _NAMES)
 
 
 def check_train(steps: int, warmup_steps: int, save_every: int, keep_every: int) -> Iterator[BrokenRule]:

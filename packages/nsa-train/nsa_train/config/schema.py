@@ -80,14 +80,14 @@ class RunConfig(ConfigSection):
         complete = dict(values)
         for key, value in VALUES_BEFORE.items():
             section, name = key.split(".")
-            given = complete.get(section, {})
-            if isinstance(given, Mapping):
-                complete[section] = {name: value, **given}
+            section_values = complete.get(section, {})
+            if isinstance(section_values, Mapping):
+                complete[section] = {name: value, **section_values}
         return cls.model_validate(complete)
 
     @property
     def attention(self) -> AttentionConfig:
-        """What all attention layers share; `model.attention` and `model.rope_layers` say how they differ."""
+        """Options that all attention layers share; `model.attention` and `model.rope_layers` say how they differ."""
         return rules.attention_of(self.model, self.nsa)
 
     @property
@@ -108,10 +108,10 @@ class RunConfig(ConfigSection):
         """The value of a dotted key such as `train.lr`."""
         if key not in settings():
             raise ConfigError(f"{key!r} is not a setting. `nsa config show FILE` lists them all.")
-        found: Any = self
+        value: Any = self
         for part in key.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def origin(self, key: str) -> str:
         """Origin of a value: file and line, profile, environment variable, command line, or default."""
@@ -124,15 +124,15 @@ class RunConfig(ConfigSection):
             section = getattr(section, part)
         if key.startswith("nsa.") and name in PRESETS[self.nsa.preset]:
             return f"nsa.preset={self.nsa.preset}"
-        given = name in section.model_fields_set
-        return "code" if given and value != settings()[key].default else "default"
+        is_set = name in section.model_fields_set
+        return "code" if is_set and value != settings()[key].default else "default"
 
     def origins(self) -> dict[str, str]:
         return {key: self.origin(key) for key in settings()}
 
 
 VALUES_BEFORE = {"nsa.kv": "per_branch", "data.mask_document_ends": False}
-"""What versions without these settings did, where that is not the default."""
+"""Behaviour of versions without these settings, where it is not the default."""
 
 # Keys of earlier systems that old configs contain: accepted, ignored, and reported with their replacement.
 RETIRED_KEYS = {
@@ -160,7 +160,7 @@ def _sections_of(outer: type[ConfigSection], prefix: str = "") -> Iterator[tuple
 @cache
 def settings() -> Mapping[str, FieldInfo]:
     """Dotted key → its field, e.g. `train.lr`, in the order they are documented."""
-    found = dict(RunConfig.model_fields)
+    fields = dict(RunConfig.model_fields)
     for section, cls in sections().items():
-        found |= {f"{section}.{name}": field for name, field in cls.model_fields.items()}
-    return types.MappingProxyType({key: field for key, field in found.items() if key not in sections()})
+        fields |= {f"{section}.{name}": field for name, field in cls.model_fields.items()}
+    return types.MappingProxyType({key: field for key, field in fields.items() if key not in sections()})

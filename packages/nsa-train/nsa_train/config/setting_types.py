@@ -71,8 +71,8 @@ def as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-T = TypeVar("T")
-Changeable = Annotated[T, MayChangeOnResume()]
+_T = TypeVar("_T")
+Changeable = Annotated[_T, MayChangeOnResume()]
 """A setting that may differ from the checkpoint that a run resumes from. Every other setting may not."""
 
 

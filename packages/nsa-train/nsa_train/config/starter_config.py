@@ -43,13 +43,13 @@ class ShippedConfig(NamedTuple):
     purpose: str
     hardware: str
     for_earlier_runs: bool
-    """Kept because scripts and earlier runs refer to it by name; not for new runs."""
+    """Whether it is shipped only because scripts and earlier runs refer to it by name."""
 
 
 def shipped_configs() -> list[ShippedConfig]:
     """Every shipped config with what its header says about it; those for new runs first."""
-    found = [_described(name) for name in config_names()]
-    return sorted(found, key=lambda each: (each.for_earlier_runs, each.name))
+    configs = [_described(name) for name in config_names()]
+    return sorted(configs, key=lambda each: (each.for_earlier_runs, each.name))
 
 
 def _described(name: str) -> ShippedConfig:
@@ -81,7 +81,7 @@ def make_starter(name: str, folder: Path) -> StarterConfig:
     pattern = re.compile("|".join(rf"(?<![\w/]){re.escape(path)}(?![\w.])" for path in longest_first))
 
     def replaced(text: str, quote: Callable[[str], str]) -> str:
-        return pattern.sub(lambda found: quote(str(moved[found[0]])), text)
+        return pattern.sub(lambda match: quote(str(moved[match[0]])), text)
 
     lines: list[str] = []
     commands: list[str] = []
@@ -90,8 +90,8 @@ def make_starter(name: str, folder: Path) -> StarterConfig:
         if line.startswith("#"):
             command = _COMMAND.match(line)
             line = replaced(line, shlex.quote if command else str)
-            if found := _COMMAND.match(line):
-                commands.append(found[1].partition("  #")[0].rstrip())
+            if match := _COMMAND.match(line):
+                commands.append(match[1].partition("  #")[0].rstrip())
         elif setting := _SETTING.match(line):
             if not setting["indent"]:
                 section = setting["key"]

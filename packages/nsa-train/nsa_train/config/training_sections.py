@@ -119,8 +119,8 @@ class TrainConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        found = rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every)
-        return rules.enforce(self, chain(found, rules.check_checkpoint_store(self.checkpoint_store)))
+        broken = rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every)
+        return rules.enforce(self, chain(broken, rules.check_checkpoint_store(self.checkpoint_store)))
 
 
 class ParallelConfig(ConfigSection):

@@ -69,9 +69,9 @@ def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
     else:
         if isinstance(root, yaml.MappingNode):
             return root
-        found = "empty" if root is None else "not a mapping of sections"
+        content = "empty" if root is None else "not a mapping of sections"
         layer.problems.append(
-            f"{path}: the file is {found}. Begin with a section such as `train:`; see docs/CONFIG.md."
+            f"{path}: the file is {content}. Begin with a section such as `train:`; see docs/CONFIG.md."
         )
     return None
 
@@ -110,8 +110,8 @@ def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer:
     elif isinstance(node, yaml.MappingNode) and "." not in key:
         layer.problems.append(f"{where}: unknown section {key}. {section_hint(key)}")
     else:
-        found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-        layer.problems.append(f"{where}: {key} takes one value, not {found}.")
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+        layer.problems.append(f"{where}: {key} takes one value, not {kind}.")
 
 
 def _takes_list(key: str) -> bool:

@@ -86,7 +86,7 @@ def _write(
     remote_code: bool,
     shard_bytes: int,
 ) -> None:
-    tensors = exported_tensors(trained, None if dtype is None else DTYPES[dtype])
+    tensors = _exported_tensors(trained, None if dtype is None else DTYPES[dtype])
     config = exported_config(trained.config, trained.vocab_size, tokenizer.eos_id if tokenizer else None)
     config.architectures = [ARCHITECTURE]
     config.dtype = next(iter(tensors.values())).dtype
@@ -114,7 +114,7 @@ def _write(
         shutil.copymode(folder / CARD, path)  # safetensors makes private files
 
 
-def exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """The checkpoint's parameters as an exported folder holds them; of tied embeddings only one."""
     tensors = to_transformers(trained.tensors)
     if trained.config.model.tie_embeddings:
@@ -122,9 +122,9 @@ def exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[s
     return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in sorted(tensors.items())}
 
 
-def _tokenizer(trained: TrainedModel, given: str | None) -> Tokenizer | None:
-    """Of the checkpoint, or the given one; None only for a run whose data had none."""
-    tokenizer, data = choose_tokenizer(given, trained.tokenizer()), trained.config.data
+def _tokenizer(trained: TrainedModel, override: str | None) -> Tokenizer | None:
+    """The tokenizer of the checkpoint, or `override`; None only for a run whose data had none."""
+    tokenizer, data = choose_tokenizer(override, trained.tokenizer()), trained.config.data
     if tokenizer is None and data.dataset == "synthetic":
         return None
     if tokenizer is None:
@@ -134,7 +134,7 @@ def _tokenizer(trained: TrainedModel, given: str | None) -> Tokenizer | None:
         )
     if tokenizer.vocab_size > trained.vocab_size:
         raise ConfigError(
-            f"tokenizer {given} has {tokenizer.vocab_size} ids and the model {trained.vocab_size}: ids beyond have no "
-            f"embedding. Use the tokenizer of the run's data."
+            f"tokenizer {override} has {tokenizer.vocab_size} ids and the model {trained.vocab_size}: ids beyond have "
+            f"no embedding. Use the tokenizer of the run's data."
         )
     return tokenizer

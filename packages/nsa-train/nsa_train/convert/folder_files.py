@@ -10,8 +10,8 @@ from nsa.errors import CheckpointError
 from nsa.files import open_regular
 
 LARGEST_JSON_BYTES = 16 << 20
-LARGEST_NUMBER = 2**31
-"""Of a size in a config.json."""
+_LARGEST_NUMBER = 2**31
+"""Largest size that is accepted in a config.json."""
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -54,7 +54,7 @@ def parse_json(text: str, where: object) -> dict[str, Any]:
 def require_plausible_numbers(values: Mapping[str, Any], where: Path) -> None:
     """Refuse sizes of a config.json that no model has, before anything is computed with them."""
     for key, value in values.items():
-        if isinstance(value, int | float) and abs(value) > LARGEST_NUMBER:
+        if isinstance(value, int | float) and abs(value) > _LARGEST_NUMBER:
             raise CheckpointError(f"{where} has {key!r:.60}={value!r:.40}: no real model has that.")
 
 

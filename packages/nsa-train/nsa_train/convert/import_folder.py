@@ -41,10 +41,10 @@ class ExportedModel:
     path: Path
     config: NSAConfig
     tensors: dict[str, Tensor]
-    """By the names of `NSAForCausalLM`; of tied embeddings only one."""
+    """Tensors by the names of `NSAForCausalLM`; of tied embeddings only one."""
     tokenizer: Tokenizer | None
     record: TrainingRecord | None
-    """None if the folder was not written by `nsa export hf`."""
+    """Record of the training; None if the folder was not written by `nsa export hf`."""
 
 
 def open_exported(folder: Path) -> ExportedModel:
@@ -75,10 +75,10 @@ def read_config(folder: Path) -> NSAConfig:
             f"folders of {ARCHITECTURE} (model_type {NSAConfig.model_type!r}) are read."
         )
     known = {*NSAConfig.names(), "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
-    given = {key: value for key, value in values.items() if key in known}
-    require_plausible_numbers(given, folder / CONFIG)
+    arguments = {key: value for key, value in values.items() if key in known}
+    require_plausible_numbers(arguments, folder / CONFIG)
     try:
-        return NSAConfig(**given)
+        return NSAConfig(**arguments)
     except (StrictDataclassError, ConfigError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model ({error}).") from error
 

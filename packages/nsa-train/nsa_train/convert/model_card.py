@@ -1,10 +1,10 @@
 """README.md of an exported folder: a model card filled from the training record, for people and for the Hub."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from nsa.hf.configuration import NSAConfig
 from nsa_train import names
+from nsa_train.config.describe import plain
 from nsa_train.config.layer import flatten
 from nsa_train.convert.training_record import TrainingRecord
 from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer
@@ -76,7 +76,7 @@ def _lines(
         }
     )
     yield from ("", "## Settings of the run", "")
-    yield from card_table({key: _plain(value) for key, value in sorted(flatten(record.settings).items())})
+    yield from card_table({key: plain(value) for key, value in sorted(flatten(record.settings).items())})
 
 
 def how_to_load(remote_code: bool) -> Iterator[str]:
@@ -124,7 +124,3 @@ def _kind(tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "without a tokenizer"
     return "UTF-8 bytes" if isinstance(tokenizer, ByteTokenizer) else names.TOKENIZER
-
-
-def _plain(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value}"

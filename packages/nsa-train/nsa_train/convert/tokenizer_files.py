@@ -19,7 +19,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-def tokenizer_options(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
+def _tokenizer_options(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     """Arguments of a Transformers tokenizer that reads text as ours does; `max_length` as in training, for warnings."""
     end = _engine(tokenizer).id_to_token(tokenizer.eos_id)
     return {
@@ -33,9 +33,9 @@ def tokenizer_options(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
-    """File name → content."""
+    """The files of a tokenizer for Transformers: name → content."""
     # Since Transformers 5 the class has another name of its own; every version knows this one.
-    options = {**tokenizer_options(tokenizer, max_length), "tokenizer_class": "PreTrainedTokenizerFast"}
+    options = {**_tokenizer_options(tokenizer, max_length), "tokenizer_class": "PreTrainedTokenizerFast"}
     return {
         TOKENIZER: f"{tokenizer.to_json()}\n",
         TOKENIZER_CONFIG: json.dumps(options, indent=2, sort_keys=True, ensure_ascii=False) + "\n",
@@ -43,8 +43,8 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, str]:
 
 
 def transformers_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
-    """The same tokenizer without files in between."""
-    return PreTrainedTokenizerFast(tokenizer_object=_engine(tokenizer), **tokenizer_options(tokenizer, max_length))
+    """Make the Transformers tokenizer directly, without files in between."""
+    return PreTrainedTokenizerFast(tokenizer_object=_engine(tokenizer), **_tokenizer_options(tokenizer, max_length))
 
 
 def read_tokenizer_files(folder: Path) -> Tokenizer | None:

@@ -21,7 +21,7 @@ from nsa_train.observe.view import run_data
 from nsa_train.observe.view.report.evaluation_tables import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
-FORMAT = 1
+_FORMAT = 1
 _PRIVATE_SECTIONS = ("kernels", "parallel", "track")
 _PRIVATE_SETTINGS = {
     "train": ("out_dir", "checkpoint_key_file"),
@@ -44,7 +44,7 @@ class TrainingRecord:
     """Step of the last evaluation up to the step."""
     data: str
     version: str
-    """Of nsa-train, at the time of the export."""
+    """Version of nsa-train at the time of the export."""
     license: str | None
     settings: Mapping[str, Any]
     """Settings of the run by section, without private ones."""
@@ -55,11 +55,11 @@ class TrainingRecord:
         return json.dumps(self.as_dict(), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: object) -> Self:
-        """From JSON that may come from anyone; raises CheckpointError."""
+        """Read a record from JSON that may come from anyone; raises CheckpointError."""
         expected = {
             "format": int, "step": int, "tokens": int, "loss": (float, int, None), "held_out_step": (int, None),
             "held_out_loss": (float, int, None), "data": str, "version": str, "license": (str, None), "settings": dict,
@@ -75,8 +75,8 @@ class TrainingRecord:
                 raise CheckpointError(f"{where} has an unreadable {key}: {value!r:.80}.")
             if key != "format" and isinstance(value, int | float) and not 0 <= value < 2**62:
                 raise CheckpointError(f"{where} has {key}={value!r:.80}: it must be a number of 0 or more.")
-        if values["format"] != FORMAT:
-            raise CheckpointError(f"{where} has format {values['format']}, this version reads {FORMAT}.")
+        if values["format"] != _FORMAT:
+            raise CheckpointError(f"{where} has format {values['format']}, this version reads {_FORMAT}.")
         for name, figure in values["evaluations"].items():
             if not (type(figure) is str and name.isprintable() and figure.isprintable() and len(name + figure) < 1000):
                 raise CheckpointError(f"{where} has an unreadable evaluation: {name!r:.80}={figure!r:.80}.")
@@ -97,8 +97,8 @@ def require_license(name: str) -> str:
 
 def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord:
     """The record of a checkpoint: the one it was imported with, or one made from the run folder around it."""
-    if (kept := trained.record.more.get(TRAINING_RECORD)) is not None:
-        record = TrainingRecord.parse(kept if isinstance(kept, dict) else {}, trained.path / names.STATE)
+    if (values := trained.record.more.get(TRAINING_RECORD)) is not None:
+        record = TrainingRecord.parse(values if isinstance(values, dict) else {}, trained.path / names.STATE)
         return record if license_name is None else TrainingRecord(**{**asdict(record), "license": license_name})
     config, step = trained.config, trained.record.step
     train = config.train
@@ -113,14 +113,14 @@ def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord
         data=_data(config),
         version=__version__,
         license=license_name,
-        settings=public_settings(config),
+        settings=_public_settings(config),
         evaluations=_evaluations(trained.path, step),
     )
 
 
 def _evaluations(checkpoint: Path, step: int) -> dict[str, str]:
-    found = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
-    return evaluation_summary(found[0]) if found else {}
+    evaluations = [each for each in read_evaluations(checkpoint.parent.parent) if each.step == step]
+    return evaluation_summary(evaluations[0]) if evaluations else {}
 
 
 def _losses(checkpoint: Path, step: int) -> tuple[float | None, float | None, int | None]:
@@ -152,7 +152,7 @@ def _public_path(path: str) -> str:
     return path if path.count("/") == 1 and not path.startswith((".", "~", "/")) else Path(path).name
 
 
-def public_settings(config: RunConfig) -> dict[str, Any]:
+def _public_settings(config: RunConfig) -> dict[str, Any]:
     settings = config.model_dump(mode="json", exclude={"profile", *_PRIVATE_SECTIONS})
     for section, private in _PRIVATE_SETTINGS.items():
         for name in private:

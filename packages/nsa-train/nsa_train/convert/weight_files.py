@@ -19,7 +19,7 @@ from nsa.hf.weight_names import HEAD
 from nsa_train import names
 from nsa_train.convert.folder_files import read_json
 
-WEIGHTS_INDEX = f"{names.MODEL_SAFETENSORS}.index.json"
+_WEIGHTS_INDEX = f"{names.MODEL_SAFETENSORS}.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _LARGEST_HEADER_BYTES = 32 << 20
@@ -37,20 +37,20 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
     from safetensors.torch import save_file
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
-    for name, held in split.filename_to_tensors.items():
+    for name, keys in split.filename_to_tensors.items():
         try:
-            save_file({key: tensors[key] for key in held}, folder / name, metadata={"format": "pt"})
+            save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
         except SafetensorError as error:  # a full disk too
             raise OutputError(f"{folder / name} could not be written: {error}.") from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / _WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [folder / name for name in split.filename_to_tensors]
 
 
 def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:
     """Every tensor of the model by its name; raises CheckpointError for a missing, foreign or misshapen one."""
-    return read_tensors(folder, lambda found: expected_shapes(folder, config, len(found)))
+    return read_tensors(folder, lambda tensors: expected_shapes(folder, config, len(tensors)))
 
 
 def read_tensors(
@@ -60,16 +60,16 @@ def read_tensors(
 
     expect: the shapes by name that the folder's config implies, given what its files hold.
     """
-    with _open_weights(folder) as (files, held):
-        found = {key: described for tensors in held.values() for key, described in tensors.items()}
-        _require_expected(folder, found, expect(found))
-        return {key: files[name].get_tensor(key) for name in held for key in sorted(held[name])}
+    with _open_weights(folder) as (files, contents):
+        shapes = {key: described for tensors in contents.values() for key, described in tensors.items()}
+        _require_expected(folder, shapes, expect(shapes))
+        return {key: files[name].get_tensor(key) for name in contents for key in sorted(contents[name])}
 
 
 def describe_weights(folder: Path) -> dict[str, TensorShape]:
     """Shape and type of every tensor in the safetensors files of a folder; their values are not read."""
-    with _open_weights(folder) as (_, held):
-        return {key: described for tensors in held.values() for key, described in tensors.items()}
+    with _open_weights(folder) as (_, contents):
+        return {key: described for tensors in contents.values() for key, described in tensors.items()}
 
 
 @contextmanager
@@ -80,9 +80,9 @@ def _open_weights(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict
     with ExitStack() as opened:
         try:
             files = {name: _open(folder / name, opened) for name in _weight_files(folder)}
-            held = {name: _described(file) for name, file in files.items()}
-            _require_index(folder, held)
-            yield files, held
+            contents = {name: _described(file) for name, file in files.items()}
+            _require_index(folder, contents)
+            yield files, contents
         except OSError as error:
             raise CheckpointError(
                 f"weights in {folder} cannot be read ({error}): they must be regular files and no links. Copy a folder "
@@ -93,7 +93,7 @@ def _open_weights(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, dict
 
 
 def _weight_files(folder: Path) -> list[str]:
-    if (folder / WEIGHTS_INDEX).exists():
+    if (folder / _WEIGHTS_INDEX).exists():
         return sorted(set(_weight_map(folder).values()))
     if not os.path.lexists(folder / names.MODEL_SAFETENSORS) and any(folder.glob("*.bin")):
         raise CheckpointError(
@@ -105,25 +105,25 @@ def _weight_files(folder: Path) -> list[str]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor → file, of a folder with several weights files. A file's name must be one that an export gives it."""
-    listed = read_json(folder / WEIGHTS_INDEX).get("weight_map")
+    listed = read_json(folder / _WEIGHTS_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not listed:
-        raise CheckpointError(f"{folder / WEIGHTS_INDEX} has no weight_map: it does not say where the tensors are.")
+        raise CheckpointError(f"{folder / _WEIGHTS_INDEX} has no weight_map: it does not say where the tensors are.")
     for name in listed.values():
         if not isinstance(name, str) or _SHARD_NAME.fullmatch(name) is None:
             raise CheckpointError(
-                f"{folder / WEIGHTS_INDEX} names the file {name!r:.80}: weights are in files called "
+                f"{folder / _WEIGHTS_INDEX} names the file {name!r:.80}: weights are in files called "
                 f"model-00001-of-00002.safetensors, in the folder itself."
             )
     return listed
 
 
-def _require_index(folder: Path, held: Mapping[str, Mapping[str, TensorShape]]) -> None:
-    if names.MODEL_SAFETENSORS in held:
+def _require_index(folder: Path, contents: Mapping[str, Mapping[str, TensorShape]]) -> None:
+    if names.MODEL_SAFETENSORS in contents:
         return
     listed = set(_weight_map(folder).items())
-    if differing := listed ^ {(key, name) for name, tensors in held.items() for key in tensors}:
+    if differing := listed ^ {(key, name) for name, tensors in contents.items() for key in tensors}:
         raise CheckpointError(
-            f"{folder / WEIGHTS_INDEX} and the weights files disagree about {min(differing)!r}, and "
+            f"{folder / _WEIGHTS_INDEX} and the weights files disagree about {min(differing)!r}, and "
             f"{len(differing) - 1} more. Export or download the folder again."
         )
 
@@ -166,14 +166,16 @@ def meta_model(folder: Path, config: NSAConfig, n_tensors: int) -> NSAForCausalL
         raise CheckpointError(f"{folder}: config.json describes a model that cannot be built ({error}).") from error
 
 
-def _require_expected(folder: Path, found: Mapping[str, TensorShape], expected: Mapping[str, tuple[int, ...]]) -> None:
-    if differing := sorted(expected.keys() ^ found.keys()):
+def _require_expected(
+    folder: Path, tensors: Mapping[str, TensorShape], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    if differing := sorted(expected.keys() ^ tensors.keys()):
         missing = sum(key in expected for key in differing)
         raise CheckpointError(
             f"{folder} lacks {missing} tensors of the model in config.json and has {len(differing) - missing} others: "
             f"{', '.join(f'{key!r:.80}' for key in differing[:3])}. Use the config of these weights."
         )
-    for key, (shape, dtype) in found.items():
+    for key, (shape, dtype) in tensors.items():
         if shape != expected[key] or dtype not in _DTYPES:
             raise CheckpointError(
                 f"{folder}: {key} is {dtype} of shape {shape}, and config.json implies one of {', '.join(_DTYPES)} of "

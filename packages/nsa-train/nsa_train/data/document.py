@@ -11,9 +11,9 @@ from typing import Protocol
 from nsa.errors import DataError
 
 DEFAULT_MAX_UNIT_BYTES = 2**30
-LARGEST_RATIO = 100
+_LARGEST_RATIO = 100
 """Bytes that compressed data may unpack to per byte, beyond `FREE_UNPACKED_BYTES`; text has about 3 to 10."""
-FREE_UNPACKED_BYTES = 64 * 2**20
+_FREE_UNPACKED_BYTES = 64 * 2**20
 DOCUMENT_BYTES = 256
 """Memory of a document besides its text, for limits."""
 DEFAULT_ID = "id"
@@ -41,7 +41,7 @@ class DocumentColumns:
 
 
 def make_document(id: object, text: str | None) -> Document:
-    """Without an id, use a hash of the text, which does not change with the files or their order."""
+    """Make a document; its id defaults to a hash of the text, which does not depend on the files or their order."""
     text = text or ""
     if id is None or id == "":
         id = "blake2b:" + hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -60,8 +60,8 @@ def is_held_out(doc_id: str, fraction: float) -> bool:
 
 def require_plausible_ratio(unpacked: int, packed: int) -> None:
     """Raise `CorruptUnit` for data that becomes larger than text does: a file of kilobytes may unpack to gigabytes."""
-    if unpacked > FREE_UNPACKED_BYTES + LARGEST_RATIO * packed:
-        raise CorruptUnit(f"it unpacks to more than {LARGEST_RATIO} times its {packed} bytes, which text does not")
+    if unpacked > _FREE_UNPACKED_BYTES + _LARGEST_RATIO * packed:
+        raise CorruptUnit(f"it unpacks to more than {_LARGEST_RATIO} times its {packed} bytes, which text does not")
 
 
 @dataclass(frozen=True, slots=True)

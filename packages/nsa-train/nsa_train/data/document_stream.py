@@ -241,7 +241,7 @@ class DocumentStream:
                 yield doc
 
     def _tokenize_unit(self, number: int) -> TokenUnit | None:
-        """Called by the exchange in its own thread; None for a quarantined unit, which no rank will request."""
+        """Tokenize a unit, in the exchange's own thread; None for a quarantined unit, which no rank will request."""
         epoch, place = divmod(number, len(self._source))
         if (index := int(self._unit_order(epoch)[place])) in self._quarantined:
             return None

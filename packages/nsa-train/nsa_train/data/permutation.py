@@ -16,7 +16,7 @@ import numpy as np
 
 from nsa.errors import ConfigError
 
-MAX_ROWS = 2**62
+_MAX_ROWS = 2**62
 _ROUNDS = 6
 _SMALLEST_BITS = 6  # below 64 values the halves are too narrow to mix; cycle-walk inside 64 instead
 _MASK64 = 2**64 - 1
@@ -24,7 +24,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def mix64(value: int) -> int:
+def _mix64(value: int) -> int:
     """One SplitMix64 step: every input bit reaches every output bit."""
     value = (value + _GOLDEN_GAMMA) & _MASK64
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK64
@@ -36,7 +36,7 @@ def derive_key(*parts: int) -> int:
     """One 64-bit key from several integers; (1, 2) and (2, 1) differ."""
     key = 0
     for part in parts:
-        key = mix64(key ^ mix64(part & _MASK64))
+        key = _mix64(key ^ _mix64(part & _MASK64))
     return key
 
 
@@ -51,7 +51,7 @@ def seeded_permutation(n: int, *key: int) -> np.ndarray:
     """The permutation of `range(n)` selected by `key`, as int64. The same integers in another order are another key."""
     state = 0  # not derive_key, which mixes each part once more: existing cursors fix this formula
     for part in key:
-        state = mix64(state ^ (part & _MASK64))
+        state = _mix64(state ^ (part & _MASK64))
     random_keys = _finalize(np.arange(1, n + 1, dtype=np.uint64) * np.uint64(_GOLDEN_GAMMA) + np.uint64(state))
     return np.argsort(random_keys, kind="stable")
 
@@ -64,7 +64,7 @@ class FeistelPermutation:
     """
 
     def __init__(self, n: int, key: int) -> None:
-        if not 0 < n <= MAX_ROWS:
+        if not 0 < n <= _MAX_ROWS:
             raise ConfigError(f"a shuffled order needs 1 to 2**62 rows, got {n}. Check that the data is not empty.")
         self.n = n
         bits = max((n - 1).bit_length(), _SMALLEST_BITS)

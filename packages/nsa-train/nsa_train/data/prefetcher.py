@@ -50,7 +50,7 @@ class PrefetchSettings:
 
 
 @dataclass(slots=True)
-class PrefetchCounters:
+class _PrefetchCounters:
     """Counted by this rank since its process started."""
 
     batches: int = 0
@@ -81,11 +81,11 @@ class BatchPrefetcher:
         self._state = state
         self._ready: deque[tuple[Batch, State]] = deque()
         self._failed: NSAError | None = None
-        self.counters = PrefetchCounters()
+        self.counters = _PrefetchCounters()
         context = mp.get_context("spawn")  # a fork would copy held locks and the CUDA context
         self._batches, batches = context.Pipe(duplex=False)
         self._worker = context.Process(
-            target=produce,
+            target=_produce,
             args=(batches, self._settings.queue_depth, os.getpid(), data, global_rows, rank, world, state),
             name="nsa-prefetch",
             daemon=True,
@@ -164,7 +164,7 @@ class BatchPrefetcher:
         try:
             if not self._batches.poll(timeout_s):
                 return None
-            item: tuple[Batch, State] | WorkerFailure = self._batches.recv()
+            item: tuple[Batch, State] | _WorkerFailure = self._batches.recv()
         except (EOFError, ConnectionResetError):
             self._worker.join()
             killed = self._worker.exitcode == -signal.SIGKILL
@@ -172,13 +172,13 @@ class BatchPrefetcher:
                 f"the prefetch process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
                 "A negative code is a signal, -9 often the out-of-memory killer. Check the system log."
             ) from None
-        if isinstance(item, WorkerFailure):
+        if isinstance(item, _WorkerFailure):
             raise item.as_error()
         return item
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFailure:
+class _WorkerFailure:
     """A worker's error by class name: the trainer raises the same class, or its nearest base in `nsa.errors`."""
 
     kind: str
@@ -191,13 +191,13 @@ class WorkerFailure:
         return error
 
     @classmethod
-    def of(cls, error: NSAError) -> "WorkerFailure":
+    def of(cls, error: NSAError) -> "_WorkerFailure":
         if isinstance(error, EndOfData):
             return cls(EndOfData.__name__, str(error))
         return cls(next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__)), str(error))
 
 
-def produce(
+def _produce(
     out: Connection,
     queue_depth: int,
     parent_pid: int,
@@ -213,7 +213,7 @@ def produce(
     # trainer ends this process with SIGKILL, which is safe because it holds no state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    waiting: queue.Queue[tuple[Batch, State] | WorkerFailure | None] = queue.Queue(queue_depth)
+    waiting: queue.Queue[tuple[Batch, State] | _WorkerFailure | None] = queue.Queue(queue_depth)
     sender = threading.Thread(target=_send_all, args=(waiting, out))
     sender.start()
     try:
@@ -224,13 +224,13 @@ def produce(
             batch = stream.next_batch(global_rows, rank, world)
             waiting.put((batch, stream.state_dict()))
     except NSAError as error:
-        waiting.put(WorkerFailure.of(error))
+        waiting.put(_WorkerFailure.of(error))
         sys.exit(error.exit_code)
     finally:
         waiting.put(None)
 
 
-def _send_all(waiting: "queue.Queue[tuple[Batch, State] | WorkerFailure | None]", out: Connection) -> None:
+def _send_all(waiting: "queue.Queue[tuple[Batch, State] | _WorkerFailure | None]", out: Connection) -> None:
     """Send what is queued, up to None. A pipe holds less than a batch: the queue is what runs ahead of the trainer."""
     with suppress(BrokenPipeError):  # the trainer is gone, and this process goes with it
         while (item := waiting.get()) is not None:

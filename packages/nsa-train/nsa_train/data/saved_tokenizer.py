@@ -42,13 +42,13 @@ def parse_saved(raw: bytes | bytearray, where: Path, record: Mapping[str, Any]) 
     return tokenizer
 
 
-def choose_tokenizer(given: str | Path | None, kept: Tokenizer | None) -> Tokenizer | None:
-    """The tokenizer that was kept with the model; one that was given must be the same, or stand in for none."""
-    if given is None:
-        return kept
-    chosen = load_tokenizer(str(given))
-    if kept is not None:
-        check_same(kept.vocab_size, kept.fingerprint, chosen)
+def choose_tokenizer(override: str | Path | None, saved: Tokenizer | None) -> Tokenizer | None:
+    """Return the tokenizer saved with a model, or `override`, which must equal the saved one if there is one."""
+    if override is None:
+        return saved
+    chosen = load_tokenizer(str(override))
+    if saved is not None:
+        check_same(saved.vocab_size, saved.fingerprint, chosen)
     return chosen
 
 

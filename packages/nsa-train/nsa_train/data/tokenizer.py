@@ -28,7 +28,7 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 LARGEST_TOKENIZER_BYTES = 256 << 20  # published ones of 256,000 ids have about 35 MB
-LARGEST_GROWTH = 64
+_LARGEST_GROWTH = 64
 """How many times as long a text may become by the replacements of a normalizer or decoder."""
 _LONGEST_PREFIX = 1024
 _FREE_IDS, _MOST_IDS_PER_TOKEN = 1 << 16, 16  # ids without a token have a row of the embedding too
@@ -155,7 +155,7 @@ class JsonTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def to_json(self) -> str:
-        """Without padding, truncation and post-processor, which are not used here: every reader gets the same ids."""
+        """The tokenizer as JSON, without padding, truncation and post-processor: every reader gets the same ids."""
         unused = dict.fromkeys(("truncation", "padding", "post_processor"))
         return json.dumps({"version": "1.0", **unused, **self._parts, "decoder": self._decoder}, ensure_ascii=False)
 
@@ -255,11 +255,11 @@ def _require_bounded_growth(path: Path, part: dict[str, Any]) -> None:
         else:  # e.g. lower case: what was inserted may have become any other character
             inserted = [(None, max((growth for _, growth in inserted), default=1.0))]
     growth = max((growth for _, growth in inserted), default=1.0)
-    if growth > LARGEST_GROWTH or prefixes > _LONGEST_PREFIX:
+    if growth > _LARGEST_GROWTH or prefixes > _LONGEST_PREFIX:
         raise ConfigError(
             f"tokenizer file {path} has a normalizer or decoder that makes a text up to {growth:.3g} times as long and "
-            f"puts {prefixes} characters before it: at most {LARGEST_GROWTH} and {_LONGEST_PREFIX} are read, because a "
-            "page of text would fill the memory. Use another tokenizer."
+            f"puts {prefixes} characters before it: at most {_LARGEST_GROWTH} and {_LONGEST_PREFIX} are read, because "
+            "a page of text would fill the memory. Use another tokenizer."
         )
 
 
@@ -278,8 +278,8 @@ def _find_eos(path: Path, engine: Any, requested: str | int | None) -> int:
     # From the loaded tokenizer, not the file: the library renumbers added tokens whose ids leave a gap.
     special = {t.content: int(i) for i, t in engine.get_added_tokens_decoder().items() if t.special}
     if requested is not None:
-        if (found := _token_id(engine, requested)) is not None:
-            return found
+        if (token_id := _token_id(engine, requested)) is not None:
+            return token_id
         raise ConfigError(
             f"end-of-document token {requested!r} is not in {path} (special tokens: {sorted(special)}). Choose one."
         )
@@ -299,10 +299,10 @@ def _token_id(engine: Any, token: str | int) -> int | None:
     if isinstance(token, int):
         return token if 0 <= token < 2**32 and engine.id_to_token(token) is not None else None
     try:
-        found: int | None = engine.token_to_id(token)
+        token_id: int | None = engine.token_to_id(token)
     except (TypeError, UnicodeEncodeError):  # JSON may hold a list, or half a surrogate pair
         return None
-    return found
+    return token_id
 
 
 def load_tokenizer(spec: str, *, eos_token: str | None = None) -> Tokenizer:

@@ -21,9 +21,9 @@ from nsa.errors import CheckpointError
 from nsa_train.terminal_text import printable
 from nsa_train.train.child_messages import last_line, message_sender
 
-START_S = 120.0
-RENDER_S = 5.0
-RENDER_BYTES = 512 << 20
+_START_S = 120.0
+_RENDER_S = 5.0
+_RENDER_BYTES = 512 << 20
 """Address space for one text, besides what the child has after its imports."""
 _GROWTH, _SPARE_CHARACTERS = 8, 1 << 16
 """A text has at most so many times the characters of template and messages, and these more."""
@@ -95,12 +95,12 @@ class _RenderProcess:
         return self._end.alive
 
     def answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the child sends: `text`, or `failed` with the reason."""
+        """Send arguments to the child and return its answer: `text`, or `failed` with the reason."""
         if not self._started:
             self._started = True
-            if "failed" in (message := self._exchange(b"", START_S)):
+            if "failed" in (message := self._exchange(b"", _START_S)):
                 return message
-        return self._exchange(json.dumps(arguments).encode() + b"\n", RENDER_S)
+        return self._exchange(json.dumps(arguments).encode() + b"\n", _RENDER_S)
 
     def _exchange(self, request: bytes, limit_s: float) -> dict[str, Any]:
         """The next message of the child, which is gone if there is none in time."""
@@ -147,13 +147,13 @@ def _main() -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + RENDER_BYTES)
+        _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + _RENDER_BYTES)
         _limit(resource.RLIMIT_FSIZE, 1 << 20)  # of a traceback on stderr
         send(ready=True)
         for line in sys.stdin:
             # The parent kills a child that is late; this ends one whose parent has died.
             used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + RENDER_S) + 2)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + _RENDER_S) + 2)
             most = _GROWTH * len(line) + _SPARE_CHARACTERS
             try:
                 (text,), _ = render_jinja_template(**json.loads(line))
@@ -161,8 +161,8 @@ def _main() -> None:
             except (jinja2.TemplateError, UnicodeEncodeError) as error:  # any other exception ends this process
                 send(failed=f"{type(error).__name__}: {error}"[:_MOST_REASON])
             else:
-                told = f"{len(text):,} characters for a template and messages of {len(line):,}; the limit is {most:,}"
-                send(**({"text": text} if len(text) <= most else {"failed": f"it wrote {told}"}))
+                sizes = f"{len(text):,} characters for a template and messages of {len(line):,}; the limit is {most:,}"
+                send(**({"text": text} if len(text) <= most else {"failed": f"it wrote {sizes}"}))
 
 
 def _limit(kind: int, amount: int) -> None:

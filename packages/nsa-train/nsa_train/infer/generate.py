@@ -23,9 +23,9 @@ from nsa_train.infer.text_stream import TextStream
 if TYPE_CHECKING:
     from nsa_train.infer.load_model import LoadedModel
 
-LOWEST_TEMPERATURE = 1e-6
+_LOWEST_TEMPERATURE = 1e-6
 """Below it the logits of a confident model, divided by it, are infinite in fp32."""
-_TEMPERATURES = f"0 (greedy), or {LOWEST_TEMPERATURE:g} or more"
+_TEMPERATURES = f"0 (greedy), or {_LOWEST_TEMPERATURE:g} or more"
 FinishReason = Literal["end", "stop", "length", "interrupted"]
 """end: the model ended the document; stop: a stop string; length: max_new_tokens; interrupted: Ctrl-C."""
 
@@ -40,7 +40,7 @@ class SamplingSettings:
     top_k: int | None = None
     top_p: float | None = 0.95
     seed: int | None = None
-    """None draws one, which the result records."""
+    """Seed of sampling; None draws one, which the result records."""
     stop: tuple[str, ...] = ()
     """Text ends before the first of these."""
     prefill_chunk: int | None = None
@@ -49,7 +49,7 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         limits = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE, _TEMPERATURES),
+            "temperature": (self.temperature == 0 or self.temperature >= _LOWEST_TEMPERATURE, _TEMPERATURES),
             "top_k": (self.top_k is None or self.top_k >= 1, "1 or more"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 or more, below 2**63"),
@@ -65,7 +65,7 @@ class SamplingSettings:
         return self.temperature == 0
 
     def sampling_arguments(self) -> dict[str, Any]:
-        """As Transformers' `GenerationConfig` names them; a value that is not set switches the filter off."""
+        """Arguments of Transformers' `GenerationConfig`; a value that is not set switches the filter off."""
         if self.greedy:
             return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
         return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p}
@@ -73,7 +73,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """What followed one prompt."""
+    """Continuation of one prompt."""
 
     text: str
     tokens: list[int] = field(repr=False)
@@ -88,12 +88,12 @@ class BatchResult:
 
     completions: list[Completion]
     seed: int | None
-    """None if nothing was sampled."""
+    """Seed that was used; None if nothing was sampled."""
     prefill_s: float
-    """Until the first new token of every row."""
+    """Seconds until the first new token of every row."""
     decode_s: float
     peak_memory_mib: float
-    """Of this process since it started; on a GPU, of its allocations there."""
+    """Peak memory of this process since it started; on a GPU, of its allocations there."""
 
     @property
     def interrupted(self) -> bool:
@@ -113,7 +113,7 @@ class BatchResult:
         return sum(max(0, len(completion.tokens) - 1) for completion in self.completions)
 
 
-class RowTokens(BaseStreamer):
+class _RowTokens(BaseStreamer):
     """Streamer that keeps the tokens and the text of every row as they come; it knows which rows have ended."""
 
     def __init__(
@@ -162,10 +162,10 @@ class RowTokens(BaseStreamer):
                 self._end(row, reason)
 
 
-class StopAtText(StoppingCriteria):
+class _StopAtText(StoppingCriteria):
     """Ends the rows whose text contains a stop string, as `RowTokens` finds it: exact for any tokenizer."""
 
-    def __init__(self, rows: RowTokens) -> None:
+    def __init__(self, rows: _RowTokens) -> None:
         self._rows = rows
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -174,7 +174,7 @@ class StopAtText(StoppingCriteria):
 
 
 def silence_transformers() -> None:
-    """For commands: Transformers' reminders on stderr would stand in the text, and repeat what the commands say."""
+    """Silence Transformers' reminders on stderr, which would stand in the text of a command."""
     logging.set_verbosity_error()
 
 
@@ -193,7 +193,7 @@ def generate_batch(
     """
     model = loaded.model
     ids_BS, mask_BS = _left_padded(prompts, loaded.pad_id, model.device)
-    rows = RowTokens(loaded.tokenizer, len(prompts), loaded.end_ids, settings.stop, on_text)
+    rows = _RowTokens(loaded.tokenizer, len(prompts), loaded.end_ids, settings.stop, on_text)
     seed = None if settings.greedy else settings.seed if settings.seed is not None else secrets.randbits(32)
     chunk = settings.prefill_chunk or loaded.prefill_chunk
     with _seeded(seed, model.device), _counted(model, ids_BS.shape[1], on_prefill), torch.inference_mode():
@@ -203,7 +203,7 @@ def generate_batch(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,
                 streamer=rows,
-                stopping_criteria=StoppingCriteriaList([StopAtText(rows)]),
+                stopping_criteria=StoppingCriteriaList([_StopAtText(rows)]),
                 max_new_tokens=settings.max_new_tokens,
                 eos_token_id=sorted(loaded.end_ids) or None,
                 pad_token_id=loaded.pad_id,
@@ -218,7 +218,7 @@ def generate_batch(
         Completion(text.text, tokens, len(prompt), reason or "length")
         for text, tokens, prompt, reason in zip(rows.texts, rows.tokens, prompts, rows.reasons, strict=True)
     ]
-    return BatchResult(completions, seed, first - began, ended - first, peak_memory_mib(model.device))
+    return BatchResult(completions, seed, first - began, ended - first, _peak_memory_mib(model.device))
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ def _counted(model: torch.nn.Module, total: int, on_prefill: Callable[[int, int]
         hook.remove()
 
 
-def peak_memory_mib(device: torch.device) -> float:
+def _peak_memory_mib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -37,12 +37,12 @@ from nsa_train.infer.generate import BatchResult, SamplingSettings, generate_bat
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model came from."""
+    """Origin of a model."""
 
     path: Path
     """The checkpoint, the weights file or the exported folder itself."""
     step: int | None
-    """Of the run; None if it is not recorded."""
+    """Step of the run; None if it is not recorded."""
 
     def __str__(self) -> str:
         return f"{self.path}" if self.step is None else f"{self.path} (step {self.step})"
@@ -54,7 +54,7 @@ class LoadedModel:
 
     model: NSAForCausalLM = field(repr=False)
     text_tokenizer: PreTrainedTokenizerFast | None = field(repr=False)
-    """None if it is not known, or if the model's ids stand for no text (synthetic data)."""
+    """The tokenizer; None if it is not known, or if the model's ids stand for no text (synthetic data)."""
     source: ModelSource
     prefill_chunk: int = RuntimeConfig().prefill_chunk
     """Prompt tokens per forward pass."""
@@ -117,13 +117,13 @@ class LoadedModel:
     def generate(self, prompt: Sequence[str], **settings: Any) -> list[str]: ...
     def generate(self, prompt: str | Sequence[str], **settings: Any) -> str | list[str]:
         """The text that follows a prompt, or each of several in one batch; keywords are those of `SamplingSettings`."""
-        given = [prompt] if isinstance(prompt, str) else list(prompt)
-        result = self.generate_batch(given, **settings)
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        result = self.generate_batch(prompts, **settings)
         texts = [completion.text for completion in result.completions]
         return texts[0] if isinstance(prompt, str) else texts
 
     def generate_batch(self, prompts: Sequence[str], **settings: Any) -> BatchResult:
-        """The same with tokens, reasons for the end, speed and memory."""
+        """Continue prompts in one batch, with tokens, reasons for the end, speed and memory."""
         return generate_batch(self, self.encode(prompts), SamplingSettings(**settings))
 
 
@@ -211,15 +211,15 @@ def _from_weights_file(folder: Path, tokenizer: str | Path | None) -> LoadedMode
             f"{path} does not hold the settings of its run ({error!r:.300}). Name a checkpoint, or export it again "
             f"with `nsa checkpoint export`."
         ) from error
-    kept = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
-    return _of_run(config, tensors, choose_tokenizer(tokenizer, kept), ModelSource(path, step))
+    own_tokenizer = load_tokenizer(str(folder)) if (folder / names.TOKENIZER).exists() else None
+    return _of_run(config, tensors, choose_tokenizer(tokenizer, own_tokenizer), ModelSource(path, step))
 
 
 def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     exported = open_exported(folder)
     chosen = choose_tokenizer(tokenizer, exported.tokenizer)
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
-    loaded = assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
+    loaded = _assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
     if loaded.text_tokenizer is not None:
         loaded.text_tokenizer.chat_template = _chat_template(folder)
     return loaded
@@ -250,10 +250,10 @@ def _of_run(
     renamed = to_transformers(tensors)
     rows = renamed[EMBEDDING].shape[0] if EMBEDDING in renamed else 0
     described = exported_config(config, max(1, rows), tokenizer.eos_id if tokenizer is not None else None)
-    return assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
+    return _assemble_model(described, renamed, tokenizer, source, config.runtime.prefill_chunk)
 
 
-def assemble_model(
+def _assemble_model(
     config: NSAConfig,
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None,
@@ -277,3 +277,33 @@ def assemble_model(
     model.tie_weights()
     reader = transformers_tokenizer(tokenizer, config.max_position_embeddings) if tokenizer is not None else None
     return LoadedModel(model, reader, source, prefill_chunk)
+
+
+def load_reference(
+    path: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    key: bytes | None = None,
+    on_rejected: Callable[[CheckpointFinding], None] | None = None,
+) -> LoadedModel:
+    """Load a model to compare with: a dense one that `nsa convert` reads, as it is, or one that `load_model` takes."""
+    folder = Path(path)
+    if not _is_source(folder):
+        return load_model(folder, device=device, dtype=dtype, key=key, on_rejected=on_rejected, needs_text=False)
+
+    from nsa_train.convert.dense.copied_files import SourceTokenizer  # with the configs of all families it reads
+    from nsa_train.convert.dense.source_folder import open_source, read_source
+
+    source = open_source(folder)
+    config, weights = source.model.config, read_source(source)
+    tokenizer = SourceTokenizer(folder, config.vocab_size).tokenizer
+    loaded = _assemble_model(config, weights.tensors, tokenizer, ModelSource(folder, None), LoadedModel.prefill_chunk)
+    loaded.model.to(device=device, dtype=dtype).eval()
+    return loaded
+
+
+def _is_source(folder: Path) -> bool:
+    """Whether a folder holds a model of other software, by its config.json."""
+    config = folder / CONFIG
+    return config.exists() and read_json(config).get("model_type") != NSAConfig.model_type

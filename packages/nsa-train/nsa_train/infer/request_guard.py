@@ -24,21 +24,21 @@ from nsa_train.infer.load_model import LoadedModel
 COMPLETIONS, CHAT, LOAD_MODEL = "/v1/completions", "/v1/chat/completions", "/load_model"
 _METHODS = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET", "/health": "GET"}
 _MODEL_METHODS = {LOAD_MODEL: "POST", "/reset": "POST"}
-DEFAULT_NEW_TOKENS = 1024
+_DEFAULT_NEW_TOKENS = 1024
 SPARE_BYTES, BYTES_PER_TOKEN = 1 << 16, 32
 """A request has at most the first number of bytes, and the second for each token of the context: text of many bytes
 per token and JSON's escapes fit."""
 _MOST_DISCARDED = 64 << 20
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Fields = TypeVar("Fields", bound=BaseModel)
-Number = TypeVar("Number", int, float)
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_Fields = TypeVar("_Fields", bound=BaseModel)
+_Number = TypeVar("_Number", int, float)
+_StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class RequestRefused(Exception):
+class _RequestRefused(Exception):
     """A request that is answered with this status and message."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -60,7 +60,7 @@ class _StrictFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class GenerationFields(_StrictFields):
+class _GenerationFields(_StrictFields):
     """Settings of Transformers' `GenerationConfig` that a request may have, as JSON text (`transformers chat`)."""
 
     do_sample: bool | None = None
@@ -72,7 +72,7 @@ class GenerationFields(_StrictFields):
     transformers_version: str | None = None
 
 
-class RequestFields(_StrictFields):
+class _RequestFields(_StrictFields):
     """Fields that both endpoints have. Settings that are not implemented may be given with the value of no effect."""
 
     model: str | None = None
@@ -80,7 +80,7 @@ class RequestFields(_StrictFields):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=16)] | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: dict[str, bool] | None = None
     frequency_penalty: Annotated[float, Field(gt=-1, le=2)] | None = None
@@ -90,7 +90,7 @@ class RequestFields(_StrictFields):
     generation_config: str | None = None
 
 
-class CompletionFields(RequestFields):
+class _CompletionFields(_RequestFields):
     """A request to `/v1/completions`."""
 
     prompt: str
@@ -105,29 +105,29 @@ class TextPart(_StrictFields):
     text: str
 
 
-class FunctionCall(_StrictFields):
+class _FunctionCall(_StrictFields):
     name: str
     arguments: str
 
 
-class ToolRequest(_StrictFields):
+class _ToolRequest(_StrictFields):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: _FunctionCall
 
 
-class ChatMessage(_StrictFields):
+class _ChatMessage(_StrictFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolRequest] | None = None
+    tool_calls: list[_ToolRequest] | None = None
     tool_call_id: str | None = None
 
 
-class ChatFields(RequestFields):
+class _ChatFields(_RequestFields):
     """A request to `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[_ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
@@ -180,7 +180,7 @@ class RequestGuard:
 
     def __init__(
         self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        app: Callable[[_Scope, _Receive, _Send], Awaitable[None]],
         loaded: LoadedModel,
         *,
         name: str,
@@ -195,29 +195,29 @@ class RequestGuard:
         self._methods = _METHODS | (_MODEL_METHODS if model_endpoints else {})
         self._most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * context_length
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] == "http":
             try:
                 receive = await self._checked(scope, receive)
-            except RequestRefused as refused:
+            except _RequestRefused as refused:
                 return await refused.response()(scope, receive, send)
             except NSAError as error:  # e.g. of the chat template
                 return await error_response(400, str(error))(scope, receive, send)
         await self._app(scope, receive, send)
 
-    async def _checked(self, scope: Scope, receive: Receive) -> Receive:
+    async def _checked(self, scope: _Scope, receive: _Receive) -> _Receive:
         """A source of the request's body as Transformers' server should see it."""
         self._require_host(scope["headers"])
         path: str = scope["path"]
         if path not in self._methods:
             more = " It is off unless `nsa serve --model-endpoints` is given." if path in _MODEL_METHODS else ""
-            raise RequestRefused(
+            raise _RequestRefused(
                 404, f"there is no {path!r:.200}; this server has {', '.join(sorted(self._methods))}.{more}"
             )
         if scope["method"] != self._methods[path]:
-            raise RequestRefused(405, f"{path} takes {self._methods[path]} requests, not {scope['method']}.")
+            raise _RequestRefused(405, f"{path} takes {self._methods[path]} requests, not {scope['method']}.")
         if scope["method"] == "GET":
             return receive
         raw = await self._read(scope["headers"], receive)
@@ -229,9 +229,9 @@ class RequestGuard:
         else:
             self._require_model(fields.get("model"))
         body = json.dumps(fields).encode()
-        kept = [(key, value) for key, value in scope["headers"] if key not in (b"content-length", b"content-type")]
+        headers = [(key, value) for key, value in scope["headers"] if key not in (b"content-length", b"content-type")]
         json_headers = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        scope["headers"] = [*kept, *json_headers]
+        scope["headers"] = [*headers, *json_headers]
         parts = iter([{"type": "http.request", "body": body, "more_body": False}])
 
         async def replay() -> MutableMapping[str, Any]:
@@ -242,28 +242,28 @@ class RequestGuard:
     def _require_host(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         hosts = [value.decode("latin-1") for key, value in headers if key == b"host"]
         if not hosts or not all(map(self._hosts.allows, hosts)):
-            raise RequestRefused(
+            raise _RequestRefused(
                 421,
                 f"this server does not answer for the host {', '.join(hosts)!r:.200}. Start it with --allowed-host.",
             )
         for origin in (value.decode("latin-1") for key, value in headers if key == b"origin"):
             if not self._hosts.allows(origin.partition("://")[2]):
-                raise RequestRefused(403, f"this server does not answer pages of another site ({origin!r:.200}).")
+                raise _RequestRefused(403, f"this server does not answer pages of another site ({origin!r:.200}).")
 
-    async def _read(self, headers: Sequence[tuple[bytes, bytes]], receive: Receive) -> bytes:
+    async def _read(self, headers: Sequence[tuple[bytes, bytes]], receive: _Receive) -> bytes:
         """The body. One that is too long is read to its end and forgotten, so that clients see the answer."""
         lengths = [int(value) for key, value in headers if key == b"content-length"]
         parts, n_bytes, more = list[bytes](), 0, max(lengths, default=0) <= _MOST_DISCARDED
         while more and n_bytes <= _MOST_DISCARDED:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise RequestRefused(400, "the connection ended before the request.")
+                raise _RequestRefused(400, "the connection ended before the request.")
             n_bytes += len(message.get("body", b""))
             if n_bytes <= self._most_bytes:
                 parts.append(message.get("body", b""))
             more = message.get("more_body", False)
         if max(n_bytes, *lengths, 0) > self._most_bytes:
-            raise RequestRefused(
+            raise _RequestRefused(
                 413,
                 f"the request has more than {self._most_bytes:,} bytes, the limit for a context of "
                 f"{self._context_length:,} tokens.",
@@ -272,24 +272,24 @@ class RequestGuard:
         return b"".join(parts)
 
     def _completion(self, raw: dict[str, Any]) -> dict[str, Any]:
-        fields = _validated(CompletionFields, raw)
+        fields = _validated(_CompletionFields, raw)
         if not fields.prompt:
-            raise RequestRefused(400, "prompt is empty: give some text to continue.", param="prompt")
+            raise _RequestRefused(400, "prompt is empty: give some text to continue.", param="prompt")
         n_tokens = len(self._loaded.tokenizer(fields.prompt, verbose=False)["input_ids"])
         return self._rewritten(fields, n_tokens, "prompt") | {"prompt": fields.prompt, "suffix": fields.suffix}
 
     def _chat(self, raw: dict[str, Any]) -> dict[str, Any]:
-        fields = _validated(ChatFields, raw)
+        fields = _validated(_ChatFields, raw)
         fields.max_tokens = _first(fields.max_completion_tokens, fields.max_tokens)
         variables = fields.chat_template_kwargs or {}
-        if taken := sorted(variables.keys() & _TEMPLATE_PARAMETERS):
-            raise RequestRefused(
+        if reserved := sorted(variables.keys() & _TEMPLATE_PARAMETERS):
+            raise _RequestRefused(
                 400,
-                f"chat_template_kwargs has {taken[0]!r}, which is no variable of a template.",
+                f"chat_template_kwargs has {reserved[0]!r}, which is no variable of a template.",
                 param="chat_template_kwargs",
             )
         if wrong := [token for token in fields.logit_bias or {} if int(token) >= self._loaded.model.config.vocab_size]:
-            raise RequestRefused(
+            raise _RequestRefused(
                 400, f"logit_bias has token {wrong[0]}, which the model does not have.", param="logit_bias"
             )
         messages = [_plain_message(message) for message in fields.messages]
@@ -302,18 +302,18 @@ class RequestGuard:
             "chat_template_kwargs": variables,
         }
 
-    def _rewritten(self, fields: RequestFields, n_tokens: int, param: str) -> dict[str, Any]:
+    def _rewritten(self, fields: _RequestFields, n_tokens: int, param: str) -> dict[str, Any]:
         """The fields of both endpoints, after checking them."""
         self._require_model(fields.model)
-        more = GenerationFields()
+        more = _GenerationFields()
         if fields.generation_config is not None:
-            more = _validated(GenerationFields, _parse(fields.generation_config.encode("utf-8", "replace")))
+            more = _validated(_GenerationFields, _parse(fields.generation_config.encode("utf-8", "replace")))
         n_new = _first(fields.max_tokens, more.max_new_tokens)
         room = self._context_length - n_tokens
         if n_tokens == 0:
-            raise RequestRefused(400, f"{param} has no tokens: give some text.", param=param)
+            raise _RequestRefused(400, f"{param} has no tokens: give some text.", param=param)
         if room < (1 if n_new is None else n_new):
-            raise RequestRefused(
+            raise _RequestRefused(
                 400,
                 f"{n_tokens:,} tokens of the prompt and {n_new or 1:,} new ones are more than the context of "
                 f"{self._context_length:,} tokens.",
@@ -322,7 +322,7 @@ class RequestGuard:
             )
         stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         chosen: dict[str, Any] = {
-            "max_new_tokens": min(DEFAULT_NEW_TOKENS, room) if n_new is None else n_new,
+            "max_new_tokens": min(_DEFAULT_NEW_TOKENS, room) if n_new is None else n_new,
             "temperature": _first(fields.temperature, more.temperature),
             "top_p": _first(fields.top_p, more.top_p),
             "top_k": more.top_k or None,
@@ -333,8 +333,8 @@ class RequestGuard:
             SamplingSettings(**{key: value for key, value in chosen.items() if value is not None})
             _require_stop_strings(self._loaded.tokenizer, stop)
         except ConfigError as error:
-            raise RequestRefused(400, str(error)) from error
-        kept = more.model_dump(include={"do_sample", "top_k", "repetition_penalty"}, exclude_none=True)
+            raise _RequestRefused(400, str(error)) from error
+        sampling = more.model_dump(include={"do_sample", "top_k", "repetition_penalty"}, exclude_none=True)
         return {
             "model": self._name,
             "max_tokens": chosen["max_new_tokens"],
@@ -344,12 +344,14 @@ class RequestGuard:
             "stop": stop or None,
             "stream": bool(fields.stream),
             "frequency_penalty": fields.frequency_penalty,
-            "generation_config": json.dumps(self._defaults | kept) if fields.generation_config is not None else None,
+            "generation_config": json.dumps(self._defaults | sampling)
+            if fields.generation_config is not None
+            else None,
         }
 
     def _require_model(self, name: object) -> None:
         if name is not None and name != self._name:
-            raise RequestRefused(
+            raise _RequestRefused(
                 400,
                 f"this server has one model, {self._name!r}, not {name!r:.200}.",
                 param="model",
@@ -386,18 +388,18 @@ def _parse(raw: bytes) -> dict[str, Any]:
         fields = parse_json(raw.decode("utf-8"), "the request")
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # escapes may spell halves of characters, without tokens
     except (UnicodeError, RecursionError, NSAError) as error:
-        raise RequestRefused(400, str(error)) from error
+        raise _RequestRefused(400, str(error)) from error
     return fields
 
 
-def _validated(kind: type[Fields], raw: dict[str, Any]) -> Fields:
+def _validated(kind: type[_Fields], raw: dict[str, Any]) -> _Fields:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = ".".join(map(str, first["loc"]))[:200]
         why = "this server has no such field" if first["type"] == "extra_forbidden" else first["msg"]
-        raise RequestRefused(400, f"{param}: {why}.", param=param) from error
+        raise _RequestRefused(400, f"{param}: {why}.", param=param) from error
 
 
 def _require_stop_strings(tokenizer: Any, stop: Sequence[str]) -> None:
@@ -409,8 +411,8 @@ def _require_stop_strings(tokenizer: Any, stop: Sequence[str]) -> None:
         raise ConfigError(f"stop is {stop!r:.200}: the model has no tokens that write it.") from error
 
 
-def _plain_message(message: ChatMessage) -> dict[str, Any]:
-    """With its text in one piece."""
+def _plain_message(message: _ChatMessage) -> dict[str, Any]:
+    """A message with its text in one piece."""
     content = message.content
     if isinstance(content, list):
         content = " ".join(part.text for part in content)
@@ -422,7 +424,7 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """As Transformers' server gives it to the template."""
+    """A message as Transformers' server gives it to the template."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -432,5 +434,5 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "", "tool_calls": calls}
 
 
-def _first(*values: Number | None) -> Number | None:
+def _first(*values: _Number | None) -> _Number | None:
     return next((value for value in values if value is not None), None)

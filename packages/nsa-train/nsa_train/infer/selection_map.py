@@ -1,6 +1,6 @@
-"""Pictures of block selection: which blocks the queries of a text chose in each layer, as SVG and as characters.
+"""Pictures of block selection: which blocks the queries of a text selected in each layer, as SVG and as characters.
 
-B batch · S tokens · G kv groups · N chosen · n all blocks
+B batch · S tokens · G kv groups · N selected · n all blocks
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ _NOTE = "The first block and the two nearest are always read; the others are tho
 
 
 @dataclass
-class ChosenBlocksProbe(Probe):
-    """Keeps the blocks that every query of the last forward pass chose."""
+class _SelectedBlocksProbe(Probe):
+    """Keeps the blocks that every query of the last forward pass selected."""
 
     idx_BSGN: Tensor | None = None
 
@@ -56,7 +56,7 @@ class SelectionMap:
 
     layer: int
     share_Sn: Tensor
-    """Share of the groups that chose each block, by query."""
+    """Share of the groups that selected each block, by query."""
     l_sel: int
     """Tokens of a block."""
 
@@ -65,26 +65,26 @@ class SelectionMap:
 def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
     """One map per layer that selects blocks, for the beginning of a text, at most as long as a training row."""
     ids = torch.tensor([loaded.encode([text])[0][: loaded.trained_length]], device=loaded.model.device)
-    with probing(loaded.model, ChosenBlocksProbe) as probes:
+    with probing(loaded.model, _SelectedBlocksProbe) as probes:
         loaded.model(input_ids=ids, use_cache=False)
     l_sel: int = loaded.model.config.l_sel
     n_blocks = -(-ids.shape[1] // l_sel)
     return [
         # model.layers.N.attention
-        SelectionMap(int(name.split(".")[2]), share_of_groups(probe.idx_BSGN[0], n_blocks), l_sel)
+        SelectionMap(int(name.split(".")[2]), _share_of_groups(probe.idx_BSGN[0], n_blocks), l_sel)
         for name, probe in probes.items()
         if probe.idx_BSGN is not None
     ]
 
 
-def share_of_groups(idx_SGN: Tensor, n_blocks: int) -> Tensor:
+def _share_of_groups(idx_SGN: Tensor, n_blocks: int) -> Tensor:
     chosen_SGn = torch.zeros(*idx_SGN.shape[:2], n_blocks + 1)  # one more, where −1 (no block) goes
     chosen_SGn.scatter_(-1, torch.where(idx_SGN < 0, n_blocks, idx_SGN).long(), 1.0)
     return chosen_SGn[..., :n_blocks].mean(1)
 
 
 def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
-    """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups chose it."""
+    """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups selected it."""
     n_tokens, n_blocks = maps[0].share_Sn.shape
     width, height = _LEFT + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + _BELOW
     parts = [svg_label(_LEFT, 24, _TITLE, kind="t"), svg_label(_LEFT, 46, _NOTE)]
@@ -118,8 +118,8 @@ def _panel(each: SelectionMap, left: int) -> list[str]:
     return parts
 
 
-def text_rows(each: SelectionMap) -> list[str]:
-    """One row of characters per block of queries, one column per block of keys; darker where more queries chose it."""
+def _text_rows(each: SelectionMap) -> list[str]:
+    """Rows of characters for blocks of queries, columns for blocks of keys; darker where more queries selected it."""
     n_blocks = each.share_Sn.shape[1]
     of_blocks = [part.mean(0).tolist() for part in each.share_Sn.chunk(n_blocks)]
     return ["".join(_SHADES[round(share * (len(_SHADES) - 1))] * 2 for share in shares) for shares in of_blocks]
@@ -127,7 +127,7 @@ def text_rows(each: SelectionMap) -> list[str]:
 
 def side_by_side(maps: Sequence[SelectionMap], columns: int) -> Iterator[str]:
     """Lines with the maps as characters, as many beside each other as fit in so many columns."""
-    shown = [[f"layer {each.layer}".ljust(2 * each.share_Sn.shape[1]), *text_rows(each)] for each in maps]
+    shown = [[f"layer {each.layer}".ljust(2 * each.share_Sn.shape[1]), *_text_rows(each)] for each in maps]
     fitting = max(1, (columns + len(_BETWEEN)) // (len(shown[0][0]) + len(_BETWEEN)))
     for first in range(0, len(shown), fitting):
         for line in zip(*shown[first : first + fitting], strict=True):

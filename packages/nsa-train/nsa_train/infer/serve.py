@@ -19,7 +19,7 @@ from nsa_train.infer.load_model import LoadedModel
 from nsa_train.infer.request_guard import HostList, RequestGuard, encode_chat, error_response
 
 
-class FixedModelManager(model_manager.ModelManager):
+class _FixedModelManager(model_manager.ModelManager):
     """Transformers' model manager for one loaded model: no request can load, replace or unload a model."""
 
     def __init__(self, loaded: LoadedModel, name: str) -> None:
@@ -36,7 +36,7 @@ class FixedModelManager(model_manager.ModelManager):
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "nsa"}]
 
     def shutdown(self) -> None:
-        """Nothing: the model lives as long as the process."""
+        """Do nothing: the model lives as long as the process."""
 
 
 def serve_model(
@@ -45,10 +45,10 @@ def serve_model(
     name: str,
     host: str,
     port: int,
-    context_length: int | None = None,
-    allowed_hosts: Sequence[str] = (),
-    model_endpoints: bool = False,
-    on_start: Callable[[str], None] = lambda url: None,
+    context_length: int | None,
+    allowed_hosts: Sequence[str],
+    model_endpoints: bool,
+    on_start: Callable[[str], None],
 ) -> None:
     """Serve until SIGINT or SIGTERM; requests that are being answered are finished first.
 
@@ -57,7 +57,7 @@ def serve_model(
     model_endpoints: answer `/load_model` and `/reset`, which have no effect, for clients that need an answer.
     on_start: called with the address just before the server listens there.
     """
-    port = free_port(host, port)
+    port = _free_port(host, port)
     guard = partial(
         RequestGuard,
         loaded=loaded,
@@ -65,15 +65,15 @@ def serve_model(
         context_length=context_length or loaded.trained_length,
         hosts=HostList(host, allowed_hosts),
         model_endpoints=model_endpoints,
-        defaults=set_server_defaults(loaded),
+        defaults=_set_server_defaults(loaded),
     )
     on_start(f"http://{_in_url(host)}:{port}/v1")
-    with _instead_of_transformers_own(FixedModelManager(loaded, name), guard):
+    with _instead_of_transformers_own(_FixedModelManager(loaded, name), guard):
         transformers_serve.Serve(host=host, port=port, log_level="error")
 
 
-def set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
-    """What a request leaves out: sampling at temperature 1 as in OpenAI's API; `"temperature": 0` is greedy."""
+def _set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
+    """Set defaults for what requests leave out: temperature 1 as in OpenAI's API; `"temperature": 0` is greedy."""
     defaults = dict(
         do_sample=True,
         temperature=1.0,
@@ -90,7 +90,7 @@ def set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def _instead_of_transformers_own(manager: FixedModelManager, guard: Callable[[Any], RequestGuard]) -> Iterator[None]:
+def _instead_of_transformers_own(manager: _FixedModelManager, guard: Callable[[Any], RequestGuard]) -> Iterator[None]:
     """`Serve` takes a path and builds its own manager, which would load any model that a request names, and an
     application without a guard."""
     manager_type, build_server = model_manager.ModelManager, server.build_server
@@ -111,15 +111,15 @@ def _instead_of_transformers_own(manager: FixedModelManager, guard: Callable[[An
         model_manager.ModelManager, server.build_server = manager_type, build_server
 
 
-def free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int) -> int:
     """The port, or a free one for 0; raises if nothing can listen there."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-            found: int = probe.getsockname()[1]
-            return found
+            bound_port: int = probe.getsockname()[1]
+            return bound_port
     except (OSError, UnicodeError) as error:  # a label of a name may have 63 characters
         raise ConfigError(
             f"cannot listen on {host}, port {port} ({getattr(error, 'strerror', error)}). Choose another --port (0 for "

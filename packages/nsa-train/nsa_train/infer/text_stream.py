@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-REPLACEMENT = "�"
-"""What decoders write for bytes that are not UTF-8, also for a character whose last bytes are still missing."""
+_REPLACEMENT = "�"
+"""Character that decoders write for bytes that are not UTF-8, also while the last bytes of one are still missing."""
 _LONGEST_WINDOW, _CONTEXT = 64, 8
 
 
-class TokenDecoding(Protocol):
+class _TokenDecoding(Protocol):
     """The part of a Transformers tokenizer that turns ids into text."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
@@ -21,7 +21,7 @@ class TextStream:
     stop string. The concatenation of all pieces, `finish` included, is `text`, which ends before the stop string.
     """
 
-    def __init__(self, tokenizer: TokenDecoding, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: _TokenDecoding, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []  # the newest tokens: a decoder needs some context, never the whole text
         self._decoded = 0  # characters of these that were taken
@@ -36,7 +36,7 @@ class TextStream:
         self._ids.append(token)
         decoded = self._decode(self._ids)
         # An incomplete character is decoded as one replacement character, which is not final while it is the last.
-        complete = decoded[:-1] if decoded.endswith(REPLACEMENT) else decoded
+        complete = decoded[:-1] if decoded.endswith(_REPLACEMENT) else decoded
         fresh, self._decoded = complete[self._decoded :], max(self._decoded, len(complete))
         if len(self._ids) > _LONGEST_WINDOW and complete is decoded:
             self._ids = self._ids[-_CONTEXT:]
@@ -54,12 +54,12 @@ class TextStream:
 
     def _release(self, fresh: str) -> str:
         waiting = self._held + fresh
-        if found := [(at, stop) for stop in self._stop if (at := waiting.find(stop)) >= 0]:
-            at, self.stopped_by = min(found)
+        if matches := [(at, stop) for stop in self._stop if (at := waiting.find(stop)) >= 0]:
+            at, self.stopped_by = min(matches)
             certain, self._held = waiting[:at], ""
         else:
-            kept = max((_overlap(waiting, stop) for stop in self._stop), default=0)
-            certain, self._held = waiting[: len(waiting) - kept], waiting[len(waiting) - kept :]
+            overlap = max((_overlap(waiting, stop) for stop in self._stop), default=0)
+            certain, self._held = waiting[: len(waiting) - overlap], waiting[len(waiting) - overlap :]
         self.text += certain
         return certain
 

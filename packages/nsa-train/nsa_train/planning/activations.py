@@ -32,7 +32,7 @@ class ForwardPass:
 
     rows: int
     seq_len: int
-    """Of whole rows, which `cp` ranks divide."""
+    """Length of whole rows, which `cp` ranks divide."""
     vocab_size: int
     autocast: bool
     """Weights in fp32, cast to bf16 at each use; otherwise used in the dtype they are gathered in."""
@@ -50,7 +50,7 @@ class ForwardPass:
 
     @property
     def gathered_tokens(self) -> int:
-        """On the key axis of the selected branch."""
+        """Tokens on the key axis of the selected branch."""
         return self.rows * self.seq_len
 
     @property
@@ -64,11 +64,11 @@ class ActivationMemory:
     """Peak bytes in addition to weights, gradients and optimizer states."""
 
     kept: int
-    """Without gradient checkpointing: the saved tensors of every block."""
+    """Peak without gradient checkpointing: the saved tensors of every block."""
     selective: int
-    """As `recomputed`, and the results of the attention operators of all blocks."""
+    """Peak with selective checkpointing: as `recomputed`, and the results of the attention operators of all blocks."""
     recomputed: int
-    """With full gradient checkpointing: the inputs of all blocks, and the tensors of one recomputed block."""
+    """Peak with full checkpointing: the inputs of all blocks, and the tensors of one recomputed block."""
     workspace: int
     """Part of all three: temporary memory of the attention kernels."""
 
@@ -93,7 +93,7 @@ def activations(
     head_casts = one.width * head_weights if one.autocast else 0
     saved = {kind: block.saved() + casts[kind] for kind, block in blocks.items()}
     results = {kind: block.operator_results() for kind, block in blocks.items()}
-    workspace = workspace_bytes(config, one)
+    workspace = _workspace_bytes(config, one)
     head = _head(config, one) + head_casts
     loss_forward, loss_backward = _loss(config, one, head_weights)
     during = {
@@ -139,14 +139,14 @@ class _BlockTensors:
         self.raw_branches = min(self.key_streams, sum(branch in branches for branch in ("selected", "sliding")))
 
     def saved(self) -> int:
-        """Saved by the forward pass for the backward pass."""
+        """Bytes that the forward pass saves for the backward pass."""
         readers = 4 if self.gated else 3  # queries, keys, values, and gates
         per_token = self._norm(readers) + self._attention() + self._norm(readers=2) + self._feed_forward()
         per_row = self._compressed() + (self._selector_loss() if self.selector_loss else 0)
         return self.one.tokens * per_token + self.one.rows * per_row + self.operator_results()
 
     def operator_results(self) -> int:
-        """What the attention operators return: part of `saved`."""
+        """Bytes that the attention operators return: part of `saved`."""
         width = self.one.width
         per_branch = width * self.values + FP32 * self.heads  # output and log-sum-exp
         if not self.selects:
@@ -155,14 +155,14 @@ class _BlockTensors:
         return self.one.tokens * (self.branches * per_branch + chosen_and_mixed)
 
     def feed_forward_backward(self) -> int:
-        """In addition to `saved` during the backward pass of the feed-forward, after its last product is freed."""
+        """Bytes beyond `saved` during the backward pass of the feed-forward, after its last product is freed."""
         width = self.one.width
         cast = width * self.dim if self.one.autocast else 0
         gradients = self._stream() + cast + 3 * width * self.ffn
         return self.one.tokens * (gradients - width * self.ffn)
 
     def attention_backward(self, workspace: int) -> int:
-        """In addition to `saved` during the backward pass of the attention, after the feed-forward's is freed."""
+        """Bytes beyond `saved` during the backward pass of the attention, after the feed-forward's are freed."""
         width = self.one.width
         gradients = (
             self._stream()
@@ -203,8 +203,10 @@ class _BlockTensors:
         return (2 * FP32 + 1) * self.heads if self.selects else 0
 
     def _raw_keys(self) -> int:
-        """Per own token: keys of the selected and the sliding branch, and the values of all, which are one tensor. With
-        context parallelism those of the selected branch are of all tokens and the window's are copies."""
+        """Bytes per own token: keys of the selected and the sliding branch, and values of all, which are one tensor.
+
+        With context parallelism those of the selected branch are of all tokens and the window's are copies.
+        """
         width, cp = self.one.width, self.one.cp
         if cp == 1:
             return width * self.groups * (self.raw_branches * self.d_k + self.value_streams * self.d_v)
@@ -216,27 +218,27 @@ class _BlockTensors:
         return 2 * FP32 * heads * self.d_k + FP32 * heads
 
     def _compressed(self) -> int:
-        """Per row: the compressed keys and values, and what making them saves; nothing where they only choose."""
+        """Bytes per row for the compressed keys and values, and what making them saves; 0 where they only choose."""
         if not self.gated:
             return 0
-        made = self.one.width * self.groups * (self.d_k + self.d_v)
+        block_bytes = self.one.width * self.groups * (self.d_k + self.d_v)
         scores = self._own_length() * (self._token_scores(self.d_k) + self._token_scores(self.d_v))
         pooled = self._phi(self.d_k, self.after) + self._phi(self.d_v, False)
-        return scores + self.blocks * made + self.own_blocks * pooled
+        return scores + self.blocks * block_bytes + self.own_blocks * pooled
 
     def _own_length(self) -> int:
         return self.one.seq_len // self.one.cp
 
     def _token_scores(self, channels: int) -> int:
-        """Of one token, for φ that weighs tokens by a score: the factors of its product, one a wider copy of the token
-        unless that is wide already."""
+        """Bytes per token for the scores of a φ that weighs tokens: the factors of its product, one a wider copy of the
+        token unless that is wide already."""
         if not self.phi.scores_tokens:
             return 0
         factors = 1 if self.one.width >= FP32 else 2
         return factors * FP32 * self.groups * channels
 
     def _phi(self, channels: int, rotated: bool) -> int:
-        """Of one block: its tokens' indices, and what φ and a rotation after it save."""
+        """Bytes per block: its tokens' indices, and what φ and a rotation after it save."""
         width, per_block = self.one.width, INT64 * self.l + (FP32 * self.d_k if rotated else 0)
         if self.phi.has_weights:
             per_block += width * self.l * self.groups * channels  # the gathered tokens
@@ -245,8 +247,8 @@ class _BlockTensors:
         return per_block + 2 * width * self.groups * self.phi.hidden(channels)  # before and after its activation
 
     def _selector_loss(self) -> int:
-        """Per row: the compressed keys made once more, of a cast of the same hidden states if they are the branch's
-        own, and their gradient."""
+        """Bytes per row for the compressed keys made once more, of a cast of the same hidden states if they are the
+        branch's own, and their gradient."""
         per_token = self._token_scores(self.d_k)
         if self.key_streams > 1:
             per_token += self.one.width * self.dim if self.one.autocast else 0
@@ -260,14 +262,17 @@ class _BlockTensors:
 
 
 def _head(config: RunConfig, one: ForwardPass) -> int:
-    """Saved by the last norm and the head, and the ids and labels."""
+    """Bytes that the last norm and the head save, and the ids and labels."""
     of_stream = 2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim
     return one.tokens * (of_stream // one.tp + 2 * INT64)
 
 
 def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, int]:
-    """Of the chunked loss (`nsa.model.loss`) in the forward and in the backward pass: the gradients of its inputs, and
-    the logits of one chunk twice in fp32, or once with a copy and a block of the weight or of its gradient in fp32."""
+    """Bytes of the chunked loss (`nsa.model.loss`) in the forward and in the backward pass.
+
+    They are the gradients of its inputs, and the logits of one chunk twice in fp32, or once with a copy and a block of
+    the weight or of its gradient in fp32.
+    """
     logits = min(one.tokens, chunk_rows(one.vocab_size)) * one.vocab_size
     block = min(head_weights, chunk_rows(config.model.dim) * config.model.dim)
     of_hidden = one.tokens * config.model.dim * one.width
@@ -275,7 +280,7 @@ def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, 
     return of_hidden + FP32 * head_weights + forward, 2 * of_hidden + (2 * FP32 + one.width) * head_weights
 
 
-def workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
+def _workspace_bytes(config: RunConfig, one: ForwardPass) -> int:
     """Largest temporary memory of the kernels that will run: the backward pass of the selected branch, if any."""
     if not {*SELECTING_KINDS} & {*config.model.attention}:
         return _packed_keys(config, one)

@@ -14,7 +14,7 @@ from nsa_train.config.schema import ParallelConfig, RunConfig
 from nsa_train.planning.model_figures import HEAD, ModelFigures
 from nsa_train.planning.step_counts import CollectiveGroup, CollectiveKind, CollectiveTotal
 
-FP32 = 4
+_FP32 = 4
 WEIGHTS, GRADIENTS, REPLICAS = "gather weights", "scatter gradients", "sum replicas"
 TENSOR, HALO, CONTEXT_GATHER, CONTEXT_SCATTER = "tensor parallelism", "halo", "gather keys", "scatter key gradients"
 OVERLAPPED = (WEIGHTS, GRADIENTS, REPLICAS)
@@ -44,17 +44,17 @@ def weight_shards(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> 
 def collectives(
     config: RunConfig, figures: ModelFigures, ranks: int, ranks_per_node: int, passes: int
 ) -> list[CollectiveUse]:
-    """Those of one step with so many forward and backward passes; of no size for a group of one rank."""
-    found = [
+    """Collectives of one step with so many forward and backward passes; those among one rank are left out."""
+    uses = [
         *_of_weights(config, figures, ranks, ranks_per_node, passes),
         *_of_tensor_parallelism(config, figures, ranks, passes),
         *_of_context_parallelism(config, figures, ranks, passes),
     ]
-    return [use for use in found if use.group.size > 1 and use.total.n_bytes]
+    return [use for use in uses if use.group.size > 1 and use.total.n_bytes]
 
 
 def by_group(uses: list[CollectiveUse]) -> dict[CollectiveGroup, CollectiveTotal]:
-    """Sums over purposes, to compare with counts."""
+    """Sum collectives over their purposes, to compare them with counts."""
     calls: Counter[CollectiveGroup] = Counter()
     n_bytes: Counter[CollectiveGroup] = Counter()
     for use in uses:
@@ -70,11 +70,11 @@ def _of_weights(
     part of the whole model, twice, and a head once more at the end of every pass but the last); gradients are scattered
     in fp32 in every pass. Replicas of hsdp sum their shards once per step."""
     parallel, tp = config.parallel, config.parallel.tp
-    width = FP32 if config.runtime.precision == "fp32" else 2
+    width = _FP32 if config.runtime.precision == "fp32" else 2
     shards = weight_shards(parallel, ranks, ranks_per_node)
     if parallel.data == "ddp":
         replicas, share = ranks // tp, figures.share(1, tp)
-        total = CollectiveTotal(1, FP32 * share)
+        total = CollectiveTotal(1, _FP32 * share)
         yield CollectiveUse(REPLICAS, CollectiveGroup("all_reduce", replicas, tp), total)
         return
     blocks = {kind: shapes.padded(shards, tp) for kind, shapes in figures.blocks.items()}
@@ -86,10 +86,10 @@ def _of_weights(
         passes * (2 * n_layers + n_outside) + again, width * (passes * (2 * in_blocks + outside) + again * head)
     )
     yield CollectiveUse(WEIGHTS, CollectiveGroup("all_gather", shards, tp), gathered)
-    scattered = CollectiveTotal(passes * (n_layers + n_outside), passes * FP32 * (in_blocks + outside))
+    scattered = CollectiveTotal(passes * (n_layers + n_outside), passes * _FP32 * (in_blocks + outside))
     yield CollectiveUse(GRADIENTS, CollectiveGroup("reduce_scatter", shards, tp), scattered)
     if parallel.data == "hsdp":
-        summed = CollectiveTotal(n_layers + n_outside, FP32 * (in_blocks + outside) // shards)
+        summed = CollectiveTotal(n_layers + n_outside, _FP32 * (in_blocks + outside) // shards)
         yield CollectiveUse(REPLICAS, CollectiveGroup("all_reduce", ranks // (shards * tp), shards * tp), summed)
 
 
@@ -100,7 +100,7 @@ def _of_tensor_parallelism(
     Recomputation repeats the forward pass up to the feed-forward's last product."""
     parallel, model = config.parallel, config.model
     tp, layers = parallel.tp, sum(figures.layers.values())
-    width = FP32 if config.runtime.precision == "fp32" else 2
+    width = _FP32 if config.runtime.precision == "fp32" else 2
     rows = config.train.batch_size * parallel.ranks_per_row // ranks
     stream = rows * config.train.seq_len // parallel.cp * model.dim * width
     again = config.runtime.gradient_checkpointing != "off"
@@ -115,11 +115,14 @@ def _of_tensor_parallelism(
 def _of_context_parallelism(
     config: RunConfig, figures: ModelFigures, ranks: int, passes: int
 ) -> Iterator[CollectiveUse]:
-    """Per layer: one exchange of the tokens before each piece, a gather of the keys and one of the values that may be
-    selected, and one of the compressed entries; the backward pass scatters their gradients."""
+    """Collectives of context parallelism.
+
+    Each layer has one exchange of the tokens before each piece, a gather of the keys and one of the values that may be
+    selected, and one of the compressed entries; the backward pass scatters their gradients.
+    """
     parallel, model, nsa = config.parallel, config.model, config.nsa
     pieces = context_pieces(parallel)
-    width = FP32 if config.runtime.precision == "fp32" else 2
+    width = _FP32 if config.runtime.precision == "fp32" else 2
     rows = config.train.batch_size * parallel.ranks_per_row // ranks
     per_token = rows * model.n_kv_groups // parallel.tp * width
     keys, both = per_token * model.d_k, per_token * (model.d_k + model.d_v)

@@ -13,7 +13,7 @@ USEFUL_PASSES = 4
 BYTES_PER_SUBWORD = 4
 """English text: a byte tokenizer counts about four times the tokens of a subword tokenizer."""
 
-SHIPPED_MODELS = {
+_SHIPPED_MODELS = {
     "configs/cpu_quickstart.yaml": 496_536,
     "configs/cpu_half_hour.yaml": 1_982_728,
     "configs/base_125m_8k.yaml": 123_827_376,
@@ -29,9 +29,9 @@ class DataSizeAdvice:
 
     tokens: int
     parameters: int
-    """For one pass over the text."""
+    """Model size for one pass over the text."""
     parameters_at_most: int
-    """For `USEFUL_PASSES` passes."""
+    """Model size for `USEFUL_PASSES` passes."""
     nearest_config: str
     nearest_parameters: int
 
@@ -48,5 +48,5 @@ def advise(tokens: int, vocab_size: int) -> DataSizeAdvice:
     parameters = subwords // TOKENS_PER_PARAMETER
     at_most = subwords * USEFUL_PASSES // TOKENS_PER_PARAMETER
     middle = math.sqrt(max(1, parameters) * max(1, at_most))
-    nearest = min(SHIPPED_MODELS, key=lambda name: abs(math.log(SHIPPED_MODELS[name] / middle)))
-    return DataSizeAdvice(subwords, parameters, at_most, nearest, SHIPPED_MODELS[nearest])
+    nearest = min(_SHIPPED_MODELS, key=lambda name: abs(math.log(_SHIPPED_MODELS[name] / middle)))
+    return DataSizeAdvice(subwords, parameters, at_most, nearest, _SHIPPED_MODELS[nearest])

@@ -46,7 +46,7 @@ class MemoryEstimate:
     """Temporary memory of the optimizer step, when activations are already freed."""
     communication: int
     reserve: int
-    """Assumed: driver context and fragmentation."""
+    """Driver context and fragmentation (assumed)."""
     available: int
 
     @property
@@ -77,7 +77,7 @@ class RunEstimate:
     flops_per_token: Mapping[str, float]
     """Forward and backward for one token, by part, summed over layers."""
     recomputed_flops_per_token: float
-    """In addition, with gradient checkpointing: the second forward pass of the blocks, or of all but the attention
+    """FLOPs that gradient checkpointing adds: the second forward pass of the blocks, or of all but the attention
     operators."""
     memory: MemoryEstimate
     checkpoint_bytes: int
@@ -114,7 +114,7 @@ class RunEstimate:
         return self.price_of(self.step_s)
 
     def price_of(self, step_s: float) -> float:
-        """Of the whole run in USD, at this time per step."""
+        """Price of the whole run in USD, at this time per step."""
         return self.steps * step_s / 3600 * self.usd_per_hour
 
 
@@ -147,9 +147,9 @@ def estimate(
     backend = backend_that_will_run(config, target.device.is_gpu, kernels)
 
     def with_backend(name: str) -> BackendEstimate:
-        found = step_time(config, target, work, name)
+        timing = step_time(config, target, work, name)
         memory = _memory(_with_kernels(config, name), target, vocab_size, figures)
-        return BackendEstimate(name, found.seconds, found.source, memory)
+        return BackendEstimate(name, timing.seconds, timing.source, memory)
 
     will_run = with_backend(backend)
     time = StepTime(will_run.step_s, will_run.timing)
@@ -239,12 +239,12 @@ def _kept_checkpoints(train: TrainConfig) -> int:
 
 
 def _share(config: RunConfig, target: HardwareTarget, figures: ModelFigures) -> int:
-    """Parameters that one device holds: of rank 0, which has the largest share."""
+    """Parameters that one device holds, counted for rank 0, which has the largest share."""
     return figures.share(weight_shards(config.parallel, target.count, RANKS_PER_NODE), config.parallel.tp)
 
 
 def _trained_share(config: RunConfig, target: HardwareTarget, figures: ModelFigures) -> int:
-    """Those of them that have gradients and optimizer state."""
+    """Parameters of one device that have gradients and optimizer state."""
     return figures.trained_share(weight_shards(config.parallel, target.count, RANKS_PER_NODE), config.parallel.tp)
 
 

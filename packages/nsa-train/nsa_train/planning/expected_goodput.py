@@ -9,34 +9,34 @@ from math import sqrt
 
 LLAMA3_GPU_HOURS = 16_384 * 54 * 24 / 419
 """GPU-hours per interruption in the pretraining of Llama 3: 419 unexpected ones in 54 days on 16,384 GPUs."""
-RESTART_S = 600.0
-"""Assumed: from a failure to the next step, with detection, rendezvous and loading."""
-STORAGE_GB_S = 2.0
-"""Assumed: written to storage by one node."""
-STAGING_GB_S = 10.0
-"""Assumed: copied from a GPU to the host, which a save in the background waits for."""
-FIXED_SAVE_S = 2.0
-"""Assumed: planning a save and its barriers."""
+_RESTART_S = 600.0
+"""Seconds from a failure to the next step, with detection, rendezvous and loading (assumed)."""
+_STORAGE_GB_S = 2.0
+"""Speed at which one node writes to storage (assumed)."""
+_STAGING_GB_S = 10.0
+"""Speed of copies from a GPU to the host, which a save in the background waits for (assumed)."""
+_FIXED_SAVE_S = 2.0
+"""Seconds for planning a save and for its barriers (assumed)."""
 
 
 @dataclass(frozen=True)
 class FailureModel:
     gpu_hours_per_failure: float = LLAMA3_GPU_HOURS
-    restart_s: float = RESTART_S
-    storage_gb_s: float = STORAGE_GB_S
+    restart_s: float = _RESTART_S
+    storage_gb_s: float = _STORAGE_GB_S
 
     def mtbf_s(self, gpus: int) -> float:
         """Mean time between failures of any of so many GPUs."""
         return 3600 * self.gpu_hours_per_failure / gpus
 
     def save_s(self, checkpoint_bytes: float, gpus: int, writers: int, nodes: int, *, background: bool) -> float:
-        """For which a save stops training. `writers`: ranks that have a share of the checkpoint to write."""
+        """Seconds for which a save stops training. `writers`: ranks that have a share of the checkpoint to write."""
         if background:
-            return FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * STAGING_GB_S)
-        return FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
+            return _FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * _STAGING_GB_S)
+        return _FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
 
     def write_s(self, checkpoint_bytes: float, nodes: int) -> float:
-        """Until a checkpoint is stored, by the nodes that hold a share of it."""
+        """Seconds until a checkpoint is stored by the nodes that hold a share of it."""
         return checkpoint_bytes / (1e9 * self.storage_gb_s * nodes)
 
 
@@ -46,7 +46,7 @@ class RunGoodput:
     save_s: float
     restart_s: float
     interval_s: float
-    """Between two saves."""
+    """Seconds between two saves."""
 
     @property
     def best_interval_s(self) -> float:

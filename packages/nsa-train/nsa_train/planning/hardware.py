@@ -9,7 +9,7 @@ from nsa_train.config.layer import nearest
 from nsa_train.planning.host_memory import host_memory
 
 CPU = "cpu"
-HERE = "here"
+_HERE = "here"
 RANKS_PER_NODE = 8
 """GPUs that a node of rented hardware has; only hsdp without parallel.shard_ranks asks."""
 
@@ -24,10 +24,10 @@ class HardwareDevice:
     fp32_tflops: float
     bandwidth_gb_s: float
     usd_per_hour: float
-    """Assumed: what one costs per hour to rent, in round figures. `--price` replaces it."""
+    """Rent of one device per hour, in round figures (assumed). `--price` replaces it."""
     node_gb_s: float = 5.0
     network_gb_s: float = 1.0
-    """Both assumed: received per second from ranks of the same node, and of other nodes."""
+    """Speeds of receiving from ranks of the same node, and of other nodes (both assumed)."""
 
     @classmethod
     def from_gpu(cls, gpu: GpuSpec) -> "HardwareDevice":
@@ -49,7 +49,7 @@ class HardwareTarget:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one device."""
+        """Memory of one device."""
         return int(self.device.memory_gib * GIB)
 
     def data_ranks(self, ranks_per_row: int) -> int:
@@ -72,18 +72,18 @@ _CORE_TFLOPS = 0.05  # one core's vector units, in round figures
 def parse_target(text: str, runtime_device: str = "auto") -> HardwareTarget:
     """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2; `here` is this machine, as `runtime.device` makes use of it."""
     name, colon, count = text.strip().lower().partition(":")
-    if name not in (HERE, *DEVICES):
-        guess = nearest(name, (HERE, *DEVICES))
+    if name not in (_HERE, *DEVICES):
+        guess = nearest(name, (_HERE, *DEVICES))
         hint = f"Did you mean {guess}?" if guess else "Choose one."
-        raise ConfigError(f"--target {text} names no hardware that is known: {HERE}, {', '.join(DEVICES)}. {hint}")
+        raise ConfigError(f"--target {text} names no hardware that is known: {_HERE}, {', '.join(DEVICES)}. {hint}")
     if colon and (not count.isdecimal() or int(count) < 1):
         raise ConfigError(f"--target {text}: after the colon stands how many there are. Write e.g. {name}:2.")
     ranks = int(count) if colon else 1
-    return hardware_here(runtime_device, ranks) if name == HERE else HardwareTarget(DEVICES[name], ranks)
+    return hardware_here(runtime_device, ranks) if name == _HERE else HardwareTarget(DEVICES[name], ranks)
 
 
 def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None = None) -> HardwareTarget:
-    """This machine, as a run with this `runtime.device` and so many ranks, here and in all, would use it."""
+    """Describe this machine as a run with this `runtime.device` and so many ranks, in all and here, would use it."""
     import torch
 
     if device != CPU and torch.cuda.is_available():
@@ -91,8 +91,8 @@ def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None =
     cores = len(os.sched_getaffinity(0))
     memory_gib = host_memory().total / GIB
     tflops = cores * _CORE_TFLOPS
-    found = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
-    return HardwareTarget(found, ranks, here=True)
+    cpu = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
+    return HardwareTarget(cpu, ranks, here=True)
 
 
 def _gpu_here(properties: object) -> HardwareDevice:
@@ -101,5 +101,5 @@ def _gpu_here(properties: object) -> HardwareDevice:
     memory_gib = getattr(properties, "total_memory", 0) / GIB
     known = find_gpu(name, memory_gib)
     slowest = min((device for device in DEVICES.values() if device.is_gpu), key=lambda device: device.bf16_tflops)
-    found = DEVICES[known.name] if known else replace(slowest, name=name)
-    return replace(found, memory_gib=memory_gib)
+    gpu = DEVICES[known.name] if known else replace(slowest, name=name)
+    return replace(gpu, memory_gib=memory_gib)

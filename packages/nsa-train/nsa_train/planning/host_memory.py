@@ -38,19 +38,19 @@ def process_memory(pid: int, proc: Path = _PROC) -> int:
         status = (proc / str(pid) / "status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    held = (line.split() for line in status.splitlines() if line.startswith(("RssAnon:", "RssShmem:")))
+    rows = (line.split() for line in status.splitlines() if line.startswith(("RssAnon:", "RssShmem:")))
     descendants = sum(process_memory(child, proc) for child in _children(pid, proc))
-    return sum(1024 * int(words[1]) for words in held) + descendants
+    return sum(1024 * int(words[1]) for words in rows) + descendants
 
 
 def _children(pid: int, proc: Path) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     for file in (proc / str(pid) / "task").glob("*/children"):
         try:
-            found += [int(word) for word in file.read_text().split()]
+            pids += [int(word) for word in file.read_text().split()]
         except (FileNotFoundError, ProcessLookupError):  # exited in the meantime
             continue
-    return found
+    return pids
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
@@ -76,7 +76,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """None for "max", or if the container hides the file."""
+    """The number in a file; None for "max", or if the container hides the file."""
     try:
         text = file.read_text().strip()
     except OSError:

@@ -24,7 +24,7 @@ class ParallelLayout:
     batch_size: int
     """Rows of all ranks in one pass."""
     passes: int
-    """Per step: gradient accumulation."""
+    """Forward and backward passes per step (gradient accumulation)."""
     checkpointing: Checkpointing
 
     @property

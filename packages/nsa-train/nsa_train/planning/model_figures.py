@@ -1,4 +1,4 @@
-"""What the model alone determines: parameters, their shapes, FLOPs per token, KV cache; the same for every layout."""
+"""Figures that the model alone determines, in every layout: parameters, their shapes, FLOPs per token, KV cache."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ class ParameterCounts:
     """0 if the head shares the embedding."""
     tensors: int
     attention_per_layer: Mapping[AttentionKind, int]
-    """By the kind of attention; of one layer."""
+    """Parameters of one layer by its kind of attention."""
     feed_forward_per_layer: int
 
     @property
@@ -46,7 +46,7 @@ class ParameterCounts:
 
     @property
     def head_weights(self) -> int:
-        """Of the matrix that makes logits, shared or not."""
+        """Weights of the matrix that makes logits, shared or not."""
         return self.head or self.embeddings
 
     @property
@@ -91,26 +91,26 @@ def _of_one_tp_rank(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, in
 class ModelFigures:
     parameters: ParameterCounts
     blocks: Mapping[AttentionKind, ParameterShapes]
-    """Of one block of each kind."""
+    """Shapes of one block of each kind."""
     layers: Mapping[AttentionKind, int]
     outside: Mapping[str, ParameterShapes]
-    """Of the embeddings and the head, which holds the last norm; with tied embeddings both are one."""
+    """Shapes of the embeddings and the head, which holds the last norm; with tied embeddings both are one."""
     flops: Mapping[str, float]
     """Forward and backward for one token, by part, over all layers."""
     recomputed: Mapping[Checkpointing, float]
-    """In addition, by gradient checkpointing."""
+    """FLOPs for one token that gradient checkpointing adds."""
     cache_bytes: int
     """KV cache of one row at inference, in the run's precision."""
     trained: ParameterShapes | None
-    """Of all parameters that are trained, if some are frozen (`train.trainable`)."""
+    """Shapes of all parameters that are trained, if some are frozen (`train.trainable`)."""
 
     def share(self, shards: int, tp: int = 1) -> int:
-        """Numbers of all parameters that rank 0 holds."""
+        """Number of parameters that rank 0 holds."""
         in_blocks = sum(self.layers[kind] * shapes.share(shards, tp) for kind, shapes in self.blocks.items())
         return in_blocks + sum(shapes.share(shards, tp) for shapes in self.outside.values())
 
     def trained_share(self, shards: int, tp: int = 1) -> int:
-        """Those of them that are trained, and so have gradients and optimizer state."""
+        """Number of trained parameters that rank 0 holds, with gradients and optimizer state."""
         return self.share(shards, tp) if self.trained is None else self.trained.share(shards, tp)
 
     @property

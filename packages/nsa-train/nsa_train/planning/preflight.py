@@ -6,16 +6,15 @@ from enum import StrEnum
 
 from nsa.errors import ConfigError, PreflightError
 from nsa_train.config.layer import nearest
-from nsa_train.planning.preflight_facts import PreflightFacts
+from nsa_train.planning.preflight_facts import PreflightFacts, RuleFinding
 from nsa_train.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
-from nsa_train.planning.rule_finding import RuleFinding
 
 
 class RuleStatus(StrEnum):
     PASS = "pass"
     FAIL = "fail"
     ALLOWED = "allowed"
-    """It fails and was allowed by name (`--allow`)."""
+    """The rule fails and was allowed by name (`--allow`)."""
     NOT_CHECKED = "not checked"
 
 
@@ -42,11 +41,11 @@ def failed(verdicts: Iterable[RuleVerdict]) -> list[RuleVerdict]:
 
 def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
     """Raise with every rule that failed."""
-    if not (found := failed(verdicts)):
+    if not (failures := failed(verdicts)):
         return
-    count = "1 rule" if len(found) == 1 else f"{len(found)} rules"
-    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in found]
-    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(found)]))
+    count = "1 rule" if len(failures) == 1 else f"{len(failures)} rules"
+    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failures]
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(failures)]))
 
 
 def how_to_override(failed: Iterable[RuleVerdict]) -> str:

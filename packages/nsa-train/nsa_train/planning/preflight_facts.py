@@ -1,4 +1,4 @@
-"""Facts collected for preflight: config, hardware, estimate, dry-run result, run folder."""
+"""Facts collected for preflight (config, hardware, estimate, dry-run result, run folder) and findings of its rules."""
 
 import json
 import os
@@ -69,7 +69,7 @@ class PreflightFacts:
     config: RunConfig
     target: HardwareTarget
     estimate: RunEstimate | None
-    """None if the vocabulary size, and so the model size, is unknown."""
+    """The estimate; None if the vocabulary size, and so the model size, is unknown."""
     folder: FolderFacts
     dry_run: DryRun
     ranks_problem: str | None = None
@@ -105,12 +105,12 @@ def _other_settings(config: RunConfig, env: Path) -> tuple[str, ...]:
         before = json.loads(env.read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError, TypeError):  # no recorded run
         return ()
-    found = []
+    differences = []
     for key in settings():
         then, now = _value(before, key), as_json(config.value(key))
         if key != "train.steps" and then is not _UNKNOWN and then != now:
-            found.append(f"{key} {then} → {now}")
-    return tuple(found)
+            differences.append(f"{key} {then} → {now}")
+    return tuple(differences)
 
 
 _UNKNOWN = object()
@@ -127,3 +127,17 @@ def _value(config: Any, key: str) -> Any:
 def _disk_free(path: Path) -> int | None:
     there = next((parent for parent in (path, *path.absolute().parents) if parent.exists()), None)
     return shutil.disk_usage(there).free if there is not None and os.access(there, os.R_OK) else None
+
+
+@dataclass(frozen=True)
+class RuleFinding:
+    """Finding of a rule. `holds` is None if it could not be checked; `what` then gives the reason."""
+
+    holds: bool | None
+    what: str
+    fix: str = ""
+
+
+def finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:
+    """A finding of a rule that was checked; `why` is the reason of the rule, shown only if it fails."""
+    return RuleFinding(holds, what if holds else f"{what}: {why}", fix)

@@ -10,23 +10,22 @@ from typing import Any
 
 from nsa_train.config.describe import plain
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts
+from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
 from nsa_train.planning.resource_rules import disk, fast_kernels, gradient_checkpointing, memory
-from nsa_train.planning.rule_finding import RuleFinding, finding
 
 LONG_RUN_STEPS = 5000
-LONG_RUN_S = 2 * 3600.0
-TOY_PARAMETERS = 10_000_000  # in the blocks
-TOY_SEQ_LEN = 512
-FEWEST_CHECKPOINTS = 5
+_LONG_RUN_S = 2 * 3600.0
+_TOY_PARAMETERS = 10_000_000  # in the blocks
+_TOY_SEQ_LEN = 512
+_FEWEST_CHECKPOINTS = 5
 HALT_FILE, HELD_OUT = "halt_file", "held_out"
-RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
+_RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
 
 
 @dataclass(frozen=True)
 class PreflightRule:
     name: str
-    """As in `--allow NAME`."""
+    """Name of the rule, as in `--allow NAME`."""
     asks: str
     """The requirement, in a few words."""
     check: Callable[[PreflightFacts], RuleFinding]
@@ -40,7 +39,7 @@ def is_long(facts: PreflightFacts) -> bool:
     """Whether the rules for long runs apply: many steps, or hours on a GPU."""
     if facts.config.train.steps >= LONG_RUN_STEPS:
         return True
-    return facts.target.device.is_gpu and facts.estimate is not None and facts.estimate.wall_s > LONG_RUN_S
+    return facts.target.device.is_gpu and facts.estimate is not None and facts.estimate.wall_s > _LONG_RUN_S
 
 
 def _setting_rule(
@@ -90,7 +89,7 @@ def _recovery_points(facts: PreflightFacts) -> RuleFinding:
     every, steps = facts.config.train.save_every, facts.config.train.steps
     count = steps // every if every else 0
     return finding(
-        count >= FEWEST_CHECKPOINTS,
+        count >= _FEWEST_CHECKPOINTS,
         f"{count} checkpoints in {steps} steps (train.save_every={every})",
         f"a crash could lose {100 * min(every, steps) // steps} % of the run",
         f"Set e.g. train.save_every={max(1, steps // 10)}.",
@@ -102,9 +101,9 @@ def _toy_model(facts: PreflightFacts) -> RuleFinding:
         return RuleFinding(None, "the model size is unknown without the vocabulary size")
     size, model = facts.estimate.parameters.in_blocks, facts.config.model
     return finding(
-        size >= TOY_PARAMETERS,
+        size >= _TOY_PARAMETERS,
         f"{size / 1e6:.1f} M parameters in the blocks (model.dim={model.dim}, model.n_layers={model.n_layers})",
-        f"a long run needs at least {TOY_PARAMETERS / 1e6:.0f} M",
+        f"a long run needs at least {_TOY_PARAMETERS / 1e6:.0f} M",
         "Set e.g. model.dim=768 model.n_layers=12, or start from configs/train_50k.yaml.",
     )
 
@@ -114,15 +113,15 @@ def _record_gap(facts: PreflightFacts) -> RuleFinding:
         return RuleFinding(None, "the step time is unknown without the vocabulary size")
     every, step_s = facts.config.train.log_every, facts.estimate.step_s
     what = f"a record every {_seconds(every * step_s)} (train.log_every={every}, {_seconds(step_s)} a step"
-    if every * step_s <= RECORD_GAP_S:
+    if every * step_s <= _RECORD_GAP_S:
         return RuleFinding(True, f"{what})")
     if not facts.estimate.measured:  # an assumed speed must not refuse a run
         return RuleFinding(None, f"{what} at an assumed efficiency)")
     return RuleFinding(
         False,
-        f"{what}), at most {RECORD_GAP_S:.0f} s: loss and gates are not recorded in between",
-        f"Set train.log_every={int(RECORD_GAP_S / step_s)}."
-        if step_s <= RECORD_GAP_S
+        f"{what}), at most {_RECORD_GAP_S:.0f} s: loss and gates are not recorded in between",
+        f"Set train.log_every={int(_RECORD_GAP_S / step_s)}."
+        if step_s <= _RECORD_GAP_S
         else "Make a step shorter: reduce train.accumulate_grad_batches or train.batch_size.",
     )
 
@@ -199,7 +198,7 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
         "recovery_points",
-        f"at least {FEWEST_CHECKPOINTS} checkpoints",
+        f"at least {_FEWEST_CHECKPOINTS} checkpoints",
         _recovery_points,
         long_runs_only=True,
         applies=lambda facts: facts.config.train.save_every > 0,
@@ -221,8 +220,8 @@ RULES: tuple[PreflightRule, ...] = (
         "not a toy sequence length",
         _setting_rule(
             "train.seq_len",
-            lambda value: value >= TOY_SEQ_LEN,
-            f"a long run needs at least {TOY_SEQ_LEN}, because NSA is for long sequences",
+            lambda value: value >= _TOY_SEQ_LEN,
+            f"a long run needs at least {_TOY_SEQ_LEN}, because NSA is for long sequences",
             "Set e.g. train.seq_len=2048.",
         ),
         long_runs_only=True,

@@ -5,8 +5,7 @@ from dataclasses import replace
 from nsa.kernels.choice_text import kernels_text
 from nsa_train.planning.estimate import MemoryEstimate
 from nsa_train.planning.hardware import GIB
-from nsa_train.planning.preflight_facts import PreflightFacts
-from nsa_train.planning.rule_finding import RuleFinding, finding
+from nsa_train.planning.preflight_facts import PreflightFacts, RuleFinding, finding
 from nsa_train.planning.step_time import BACKENDS
 from nsa_train.run_model import wanted_kernels
 
@@ -48,7 +47,7 @@ def _slower(facts: PreflightFacts, fastest: str) -> str:
 
 
 def gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
-    """Without checkpointing a long run needs room for what the estimate may be off by."""
+    """Requires checkpointing unless there is room for what the estimate may be off by."""
     mode = facts.config.runtime.gradient_checkpointing
     setting = f"runtime.gradient_checkpointing is {mode}"
     if mode == "full":

@@ -32,8 +32,8 @@ class CollectiveGroup:
 class CollectiveTotal:
     calls: int
     n_bytes: int
-    """Of whole tensors: as gathered, as before they are scattered, as reduced; the larger of sent and received of an
-    all-to-all."""
+    """Bytes of whole tensors: as gathered, as before they are scattered, as reduced; the larger of sent and received of
+    an all-to-all."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StepCounts:
     """Weights and optimizer states between two steps."""
     peak_bytes: int
     flops: float
-    """Of matrix products and attention operators, recomputation included."""
+    """FLOPs of matrix products and attention operators, recomputation included."""
     collectives: Mapping[CollectiveGroup, CollectiveTotal]
     extended_from: int = 0
     """Layers of the largest model that was counted, if the counts are extended to more; 0: all were."""
@@ -77,9 +77,9 @@ class StepCounts:
         return {**vars(self), "collectives": listed}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "StepCounts":
+    def from_json(cls, values: Mapping[str, Any]) -> "StepCounts":
         collectives = {
             CollectiveGroup(each["kind"], each["size"], each["stride"]): CollectiveTotal(each["calls"], each["n_bytes"])
-            for each in found["collectives"]
+            for each in values["collectives"]
         }
-        return cls(**{**found, "collectives": collectives})
+        return cls(**{**values, "collectives": collectives})

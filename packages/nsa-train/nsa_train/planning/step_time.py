@@ -25,9 +25,9 @@ _MODELLED_LIKE = "a100"
 """The GPU whose share of the peak stands for a GPU that is not modelled."""
 
 BACKENDS = {True: ("triton", "portable"), False: ("cpu", "portable")}
-"""On a GPU, and on a CPU: those that an estimate compares, the fastest first."""
+"""Backends that an estimate compares on a GPU (True) and on a CPU (False), the fastest first."""
 _SLOWEST_FIRST = ("reference", "portable", "triton", "cpu")
-CPU_EFFICIENCY = 0.1
+_CPU_EFFICIENCY = 0.1
 _CPU_PORTABLE_SLOWDOWN = 4.0  # measured on two cores: 3 to 5
 _REST_EFFICIENCY = 0.25  # matrix products of a 125M model on an A100
 _BANDWIDTH_SHARE = 0.85
@@ -39,21 +39,21 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one optimizer step computes, all devices together."""
+    """Work of one optimizer step, all devices together."""
 
     tokens: int
     flops_per_token: Mapping[str, float]
     """Forward and backward, by part."""
     recomputed_flops_per_token: float
-    """By gradient checkpointing; 0 without it."""
+    """FLOPs that gradient checkpointing adds; 0 without it."""
     recomputes_attention: bool
     """Whether the attention operators are among that."""
     optimizer_bytes: float
-    """Moved by the optimizer step of one device."""
+    """Bytes that the optimizer step of one device moves."""
 
     @property
     def attention_flops(self) -> float:
-        """Of the branches, the selection and dense layers, recomputation included."""
+        """FLOPs of the branches, the selection and dense layers, recomputation included."""
         parts = {part: self.flops_per_token.get(part, 0.0) for part in (*ATTENTION_PARTS, DENSE_PART)}
         again = sum(count if part == "select" else count / 3 for part, count in parts.items())
         return sum(parts.values()) + (again if self.recomputes_attention else 0.0)
@@ -76,14 +76,14 @@ def backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[Bac
     `auto` is the compiled backend on a CPU, and on a GPU Triton, once it has passed its check there.
     """
     names = [choice.backend for choice in decided] if decided is not None else list(wanted_kernels(config))
-    found = {BACKENDS[is_gpu][0] if name == "auto" else name for name in names}
-    return next((name for name in _SLOWEST_FIRST if name in found), BACKENDS[is_gpu][0])
+    backends = {BACKENDS[is_gpu][0] if name == "auto" else name for name in names}
+    return next((name for name in _SLOWEST_FIRST if name in backends), BACKENDS[is_gpu][0])
 
 
 def time_at_efficiency(
     config: RunConfig, target: HardwareTarget, work: StepWork, efficiency: float, origin: str = "given"
 ) -> StepTime:
-    """At this share of the peak, which counts the model's own FLOPs and no recomputation."""
+    """Time of a step at this share of the peak, which counts the model's own FLOPs and no recomputation."""
     flops_s = work.tokens * sum(work.flops_per_token.values())
     flops_s /= target.count * target.flops(config.runtime.precision) * efficiency
     optimizer_s = work.optimizer_bytes / (1e9 * target.device.bandwidth_gb_s)
@@ -91,9 +91,9 @@ def time_at_efficiency(
 
 
 def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend: str) -> StepTime:
-    """With this backend in every branch."""
+    """Time of a step with this backend in every branch."""
     if not target.device.is_gpu:
-        compiled = time_at_efficiency(config, target, work, CPU_EFFICIENCY, "assumed, rounded")
+        compiled = time_at_efficiency(config, target, work, _CPU_EFFICIENCY, "assumed, rounded")
         if backend == "cpu":
             return compiled
         source = f"assumed: {_CPU_PORTABLE_SLOWDOWN:.0f} times the cpu backend's (3 to 5 times measured)"
@@ -108,15 +108,15 @@ def step_time(config: RunConfig, target: HardwareTarget, work: StepWork, backend
         seconds = work.tokens * work.attention_flops / (peak * share)
         as_on = f" as on {like}" if like not in target.device.name else ""
         return StepTime(seconds + rest_s, f"modelled: attention at {share:.0%} of peak{as_on}, {rest}")
-    moved = portable_bytes_per_token(config, recomputed=work.recomputes_attention)
+    moved = _portable_bytes_per_token(config, recomputed=work.recomputes_attention)
     seconds = work.tokens * moved / (target.count * _BANDWIDTH_SHARE * bandwidth)
     least = "at least; " if backend == "reference" else ""
     source = f"{least}calculated: attention moves {moved / 1e6:.0f} MB per token through memory, {rest}"
     return StepTime(seconds + rest_s, source)
 
 
-def portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
-    """Through memory, all layers, by the portable backend, in fp32: passes × copied rows + passes × scores.
+def _portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
+    """Bytes per token that the portable backend moves through memory: passes × copied rows + passes × scores, in fp32.
 
     In packed rows a selected block lies across two windows of keys, each with a copy of the query and its result. A
     query scores all compressed keys, and up to two windows of the sliding branch; in a dense layer every key.

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError, DataError
-from nsa_train.data.prepare.dedup import HASH_BYTES, first_occurrences
+from nsa_train.data.prepare.dedup import _HASH_BYTES, _first_occurrences
 from nsa_train.data.prepare.plan import make_plan
 from nsa_train.data.prepare.run import prepare, read_report, slurm_executor
 from nsa_train.data.shards.inspect import first_documents, verify_set
@@ -157,16 +157,16 @@ def test_a_source_that_changed_between_the_passes_is_refused(tmp_path: Path) -> 
 
 @given(st.lists(st.integers(0, 5), max_size=40))
 def test_first_occurrences(values: list[int]) -> None:
-    hashes = b"".join(hashlib.blake2b(bytes([value]), digest_size=HASH_BYTES).digest() for value in values)
-    assert first_occurrences(hashes).tolist() == [value not in values[:place] for place, value in enumerate(values)]
+    hashes = b"".join(hashlib.blake2b(bytes([value]), digest_size=_HASH_BYTES).digest() for value in values)
+    assert _first_occurrences(hashes).tolist() == [value not in values[:place] for place, value in enumerate(values)]
 
 
 def test_a_million_hashes_need_memory_in_proportion() -> None:
     import tracemalloc
 
-    hashes = np.random.default_rng(0).bytes(HASH_BYTES * 10**6)
+    hashes = np.random.default_rng(0).bytes(_HASH_BYTES * 10**6)
     tracemalloc.start()
-    assert first_occurrences(hashes + hashes[: HASH_BYTES * 10]).sum() == 10**6
+    assert _first_occurrences(hashes + hashes[: _HASH_BYTES * 10]).sum() == 10**6
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 80 * 10**6

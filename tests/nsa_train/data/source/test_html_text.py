@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nsa_train.data.source.html_text import NOT_TEXT, ParagraphParser, html_text
+from nsa_train.data.source.html_text import _NOT_TEXT, _ParagraphParser, html_text
 
 PIECES = (
     *("<p>", "</p>", "<div class='a b'>", "</div>", '<DIV CLASS="toc">', "<br>", "<br/>", "<hr />", "<b>", "</b>"),
@@ -22,7 +22,7 @@ class Oracle(HTMLParser):
 
     def __init__(self, dropped: frozenset[str], classes: frozenset[str]) -> None:
         super().__init__(convert_charrefs=True)
-        self.paragraphs = ParagraphParser(dropped, classes)
+        self.paragraphs = _ParagraphParser(dropped, classes)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         classes = next((set((value or "").split()) for key, value in attrs if key == "class"), set())
@@ -41,7 +41,7 @@ def test_well_formed_pages_are_read_as_by_html_parser(seed: int) -> None:
     for _ in range(100):
         page = "".join(chance.choices(PIECES, k=chance.randrange(1, 40))) + "<p>end</p>"
         classes = frozenset({"toc"})
-        oracle, ours = Oracle(NOT_TEXT, classes), ParagraphParser(NOT_TEXT, classes)
+        oracle, ours = Oracle(_NOT_TEXT, classes), _ParagraphParser(_NOT_TEXT, classes)
         oracle.feed(page)
         oracle.close()
         ours.parse(page)

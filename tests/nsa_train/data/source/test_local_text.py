@@ -18,10 +18,10 @@ from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa_train.data.source.html_text import html_text
 from nsa_train.data.source.local_files import list_local
 from nsa_train.data.source.read_report import (
+    _SHOWN_NAMES,
     FOLDER_LINK,
     HIDDEN,
     NOT_A_FILE,
-    SHOWN_NAMES,
     UNKNOWN_ENDING,
     UNREADABLE,
     ReadReport,
@@ -271,5 +271,5 @@ def test_adding_reports_does_not_depend_on_how_they_are_grouped(numbers, cut):
     left.add(right)
     assert left.as_json() == one.as_json() == ReadReport.from_json(json.loads(json.dumps(one.as_json()))).as_json()
     if sum(numbers):
-        assert len(one.skipped[HIDDEN].first) == min(SHOWN_NAMES, sum(numbers))
+        assert len(one.skipped[HIDDEN].first) == min(_SHOWN_NAMES, sum(numbers))
         assert one.total().documents == sum(numbers)

@@ -14,7 +14,7 @@ from nsa_train.data.document import Document
 from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa_train.data.source.jsonl import JsonlSource
 from nsa_train.data.source.local_files import list_local
-from nsa_train.data.source.parquet import ListingCache, ParquetSource
+from nsa_train.data.source.parquet import ParquetSource, _ListingCache
 from nsa_train.data.source.retry_policy import RetryPolicy
 from tests.nsa_train.data.corpora import make_records, write_corpus, write_parquet
 from tests.nsa_train.data.faulty_server import FaultyServer
@@ -336,5 +336,5 @@ def test_fingerprints_and_cache_names_never_change(tmp_path):
     assert open_source(str(tmp_path), columns=DocumentColumns("id", None)).fingerprint == (
         "9db23c1140b04b551062d960db0f69db98473adc4b1edd9061487b62861d79c8"
     )
-    ListingCache(tmp_path, ["a", "b"], DocumentColumns()).save([])
+    _ListingCache(tmp_path, ["a", "b"], DocumentColumns()).save([])
     assert (tmp_path / "listing-d42a85ddaa7375e2a1e68532a55f7514.json").exists()

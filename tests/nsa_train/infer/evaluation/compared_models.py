@@ -12,8 +12,7 @@ from nsa.hf.modeling import NSAForCausalLM
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
 from nsa_train.convert.dense.convert_folder import convert_folder
 from nsa_train.data.rows.batch import Batch
-from nsa_train.infer.load_model import load_model
-from nsa_train.infer.load_reference import load_reference
+from nsa_train.infer.load_model import load_model, load_reference
 from tests.nsa_train.convert.dense_sources import SIZES, save_dense
 
 COVERED = 4 * 16 + 24

@@ -8,7 +8,7 @@ import pytest
 
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.tokenizer import load_tokenizer, train_bpe
-from nsa_train.infer.evaluation.far_evaluation import evaluate_far_task, wilson_interval
+from nsa_train.infer.evaluation.far_evaluation import _wilson_interval, evaluate_far_task
 from nsa_train.infer.evaluation.far_tasks import FAR_TASKS, make_example
 from nsa_train.infer.evaluation.hay import HayText, built_in_hay, hay_of_file
 from nsa_train.infer.evaluation.score_answers import CandidateScore
@@ -153,9 +153,9 @@ def test_a_guess_scores_what_chance_gives(task, constant):
 
 
 def test_wilson_interval_against_published_values():
-    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=5e-4)
-    assert wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=5e-4)
-    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-4)
+    assert _wilson_interval(0, 10) == pytest.approx((0.0, 0.2775), abs=5e-4)
+    assert _wilson_interval(10, 10) == pytest.approx((0.7225, 1.0), abs=5e-4)
+    assert _wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-4)
 
 
 def test_what_cannot_be_made_is_refused(tmp_path):

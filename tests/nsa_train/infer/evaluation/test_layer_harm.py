@@ -12,8 +12,14 @@ from nsa_train.config.model_sections import SparseAttentionConfig
 from nsa_train.convert.import_folder import import_folder
 from nsa_train.convert.model_settings import exported_config
 from nsa_train.infer.evaluation.agreement import agreement_with
-from nsa_train.infer.evaluation.layer_harm import advised_layers, harmful_layers, layers_record, passes_over_rows
-from nsa_train.infer.layer_variants import require_same_but_kinds, with_layer_kinds
+from nsa_train.infer.evaluation.layer_harm import (
+    _advised_layers,
+    _require_same_but_kinds,
+    harmful_layers,
+    layers_record,
+    passes_over_rows,
+    with_layer_kinds,
+)
 from nsa_train.infer.load_model import load_model
 from tests.nsa_train.convert.dense_sources import token_ids
 from tests.nsa_train.infer.evaluation.compared_models import COVERED, converted_pair, token_rows
@@ -93,7 +99,7 @@ def test_a_run_of_the_converted_model_has_exchangeable_layers(case, tmp_path):
     sparse, dense, _ = converted_pair(tmp_path, case)
     import_folder(tmp_path / "sparse", tmp_path / "run")
     run = load_model(tmp_path / "run", device="cpu", needs_text=False).model
-    require_same_but_kinds(run, dense)
+    _require_same_but_kinds(run, dense)
     kinds = dense.config.layer_kinds()
     made = with_layer_kinds(run.config, kinds, run.state_dict())
     ids = token_ids(150)
@@ -107,7 +113,7 @@ def test_a_model_that_was_warmed_up_by_the_recipe_has_exchangeable_layers(tmp_pa
     recipe = config_of(tmp_path / "sparse" / "warmup.yaml", overrides=["data.dataset=synthetic"])
     sparse.config = exported_config(recipe, sparse.config.vocab_size, sparse.config.eos_token_id)
     assert sparse.config.selector_blocks == "all" != dense.config.selector_blocks
-    require_same_but_kinds(sparse, dense)
+    _require_same_but_kinds(sparse, dense)
 
 
 def test_every_option_of_a_layer_is_compared_or_belongs_to_sparse_layers(tmp_path):
@@ -118,10 +124,10 @@ def test_every_option_of_a_layer_is_compared_or_belongs_to_sparse_layers(tmp_pat
         before = getattr(dense.config, name)
         object.__setattr__(dense.config, name, ("another", before))
         if option in of_sparse_layers | {"init_std"}:
-            require_same_but_kinds(sparse, dense)
+            _require_same_but_kinds(sparse, dense)
         else:
             with pytest.raises(ConfigError, match=name):
-                require_same_but_kinds(sparse, dense)
+                _require_same_but_kinds(sparse, dense)
         object.__setattr__(dense.config, name, before)
 
 
@@ -144,7 +150,7 @@ def test_rows_within_the_covered_length_lead_to_no_advice(tmp_path):
     ],
 )
 def test_layers_are_advised_until_half_of_the_harm_or_a_quarter_of_the_layers(harm, advised):
-    assert advised_layers([(10 + layer, value) for layer, value in enumerate(harm)]) == [10 + each for each in advised]
+    assert _advised_layers([(10 + layer, value) for layer, value in enumerate(harm)]) == [10 + each for each in advised]
 
 
 def test_models_whose_layers_cannot_be_exchanged_are_refused(tmp_path):

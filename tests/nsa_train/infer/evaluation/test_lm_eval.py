@@ -15,7 +15,7 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa_train.convert.export_folder import export_folder
 from nsa_train.data.tokenizer import train_bpe
 from nsa_train.infer.evaluation.hay import BUILT_IN, hay_of_file
-from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel, evaluate_with_harness, require_finite
+from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel, _require_finite, evaluate_with_harness
 from nsa_train.infer.load_model import load_model
 from nsa_train.shipped import CORPUS
 from tests.nsa_train.infer.evaluation.own_model import OwnHarnessModel
@@ -184,4 +184,4 @@ def test_byte_tokenizers_are_recognised_by_their_length_and_bpe_is_not_refused(t
     save_run(tmp_path / "run", tokenizer=tokenizer)
     loaded = load_model(tmp_path / "run", device="cpu")
     assert len(loaded.encode([BUILT_IN])[0]) < 0.6 * len(BUILT_IN)
-    require_finite(["ruler_vt"], loaded)
+    _require_finite(["ruler_vt"], loaded)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_train.infer.evaluation.score_answers import TransformersScorer, candidate_scores
+from nsa_train.infer.evaluation.score_answers import TransformersScorer, _candidate_scores
 from nsa_train.infer.load_model import load_model
 from tests.trained_runs import save_run
 
@@ -41,6 +41,6 @@ def test_greedy_is_what_generation_gives(models):
 
 def test_scores_of_a_known_distribution():
     logits = torch.log(torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], [[0.2, 0.2, 0.6], [1.0, 1.0, 1.0]]]))
-    first, second = candidate_scores(logits, torch.eye(3), [[0, 2], [1]])
+    first, second = _candidate_scores(logits, torch.eye(3), [[0, 2], [1]])
     assert first == (pytest.approx(torch.log(torch.tensor(0.4)).item()), True, 2)
     assert second == (pytest.approx(torch.log(torch.tensor(0.2)).item()), False, 1)

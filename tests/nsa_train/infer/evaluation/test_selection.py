@@ -48,7 +48,7 @@ def test_accuracy_is_divided_by_whether_the_needle_was_found(everything):
         depths=[0.5],
         limit=6,
         l_sel=16,
-        chosen_by_layer=lambda: [set(), set(range(60)) if everything else set()],
+        selected_by_layer=lambda: [set(), set(range(60)) if everything else set()],
     )
     record = cells[0].as_record()
     assert record["needle_hit_by_layer"] == [0.0, 1.0 if everything else 0.0]
@@ -63,8 +63,8 @@ def test_a_models_choices_are_those_of_the_prompts_last_token():
     scorer = TransformersScorer(model)
     prompt = torch.randint(0, 256, (300,)).tolist()
     scorer(prompt, [[1, 2], [3, 4, 5]])
-    assert len(scorer.chosen_by_layer) == 2
-    for chosen in scorer.chosen_by_layer:
+    assert len(scorer.selected_by_layer) == 2
+    for chosen in scorer.selected_by_layer:
         assert {0, 17, 18} <= chosen <= set(range(19))  # the first block and the two nearest; 300 tokens are 19 blocks
         assert len(chosen) <= 2 * 4
 

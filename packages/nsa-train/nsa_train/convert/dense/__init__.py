@@ -2,7 +2,7 @@
 
 - `dense_families`, `fla_config`: config.json of the architectures that are read, as a `source_model`;
 - `source_tensors`, `source_folder`: their tensors by our names, read and checked;
-- `conversion_plan`, `convert_folder`: options, and the converted folder with `conversion_record`, `conversion_card` and
+- `conversion_plan`, `convert_folder`: options, and the converted folder with `conversion_record` and
   `copied_files`;
 - `dense_export`: the way back.
 """

@@ -13,7 +13,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.options import CONVERSION_MIXES, AttentionKind
 from nsa_train.convert.dense.source_model import SourceModel
 
-PHIS_OF_CONVERSION = phis(lambda operator: operator.starts_near_mean)
+_PHIS_OF_CONVERSION = phis(lambda operator: operator.starts_near_mean)
 """φ that start as the mean or close to it, and keep scores relative to positions when they are trained."""
 _KIND_OF_MIX: dict[str, AttentionKind] = {"merged": "merged", "gated": "nsa"}
 
@@ -42,7 +42,7 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class LayerReads:
-    """What a token reads in a layer of one kind, and how far that layer equals the source's."""
+    """Keys that a token reads in a layer of one kind, and the length up to which the layer equals the source's."""
 
     layers: int
     """How many layers of this kind there are."""
@@ -66,10 +66,10 @@ def converted_config(model: SourceModel, options: ConversionOptions | None) -> N
     options = options or ConversionOptions()
     if options.mix not in CONVERSION_MIXES:
         raise ConfigError(f"--mix is {options.mix!r:.40}. Use one of: {', '.join(CONVERSION_MIXES)}.")
-    if options.phi not in PHIS_OF_CONVERSION:
+    if options.phi not in _PHIS_OF_CONVERSION:
         raise ConfigError(
             f"--phi is {options.phi!r:.40}: a conversion starts with a φ close to the mean of the keys. Use one of: "
-            f"{', '.join(PHIS_OF_CONVERSION)}."
+            f"{', '.join(_PHIS_OF_CONVERSION)}."
         )
     more: dict[str, Any] = {"gate": "tanh", "sliding_gate_init": 0.0} if options.mix == "gated" else {}
     if options.mix == "merged" and OPERATORS[options.phi].has_weights:
@@ -91,17 +91,17 @@ def _converted_kinds(model: SourceModel, options: ConversionOptions) -> list[Att
                 f"--keep-dense or --keep-window names layer {layer}, and the model has layers 0 to {len(kinds) - 1}. "
                 f"Name one of them."
             )
-        kept: AttentionKind = "dense" if layer in options.keep_dense else "window"
-        if model.kinds[layer] == "window" and kept == "dense":
+        kind: AttentionKind = "dense" if layer in options.keep_dense else "window"
+        if model.kinds[layer] == "window" and kind == "dense":
             raise ConfigError(
                 f"--keep-dense names layer {layer}, whose attention slides in the source and stays so. Leave it out."
             )
-        kinds[layer] = kept
+        kinds[layer] = kind
     return kinds
 
 
 def layer_reads(config: NSAConfig, source: Sequence[AttentionKind]) -> dict[AttentionKind, LayerReads]:
-    """By kind of layer. `source`: the kinds of the source's layers."""
+    """Keys that each kind of layer reads. `source`: the kinds of the source's layers."""
     g = Geometry(config.l, config.d, config.l_sel, config.n_sel, config.w)
     n, window, kinds = config.max_position_embeddings, config.window or config.w, config.layer_kinds()
     far = max(0, n - g.w)  # tokens before the window, of which merged attention selects

@@ -10,34 +10,34 @@ from nsa.errors import CheckpointError
 from nsa_train.convert.folder_files import read_json
 
 CONVERSION = "conversion.json"
-FORMAT = 1
+_FORMAT = 1
 _HASH_DIGITS = 64
 
 
 @dataclass(frozen=True)
 class ConversionRecord:
     architecture: str
-    """Of the source, as in its config.json."""
+    """Architecture of the source, as in its config.json."""
     config: str
     """The source's config.json as it was."""
     dtype: str
-    """Of the source's tensors."""
+    """Type of the source's tensors."""
     tensors: Mapping[str, str]
     """SHA-256 of the values of every tensor of the source, by its name there."""
     files: Mapping[str, str]
     """Other files of the source that were copied: name there → name here."""
     options: Mapping[str, Any]
-    """Of the conversion."""
+    """Options of the conversion."""
     version: str
-    """Of nsa-train."""
+    """Version of nsa-train."""
 
     def write(self, folder: Path) -> None:
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
+        text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2, sort_keys=True, allow_nan=False)
         (folder / CONVERSION).write_text(f"{text}\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From a folder that may come from anyone; raises CheckpointError."""
+        """Read the record of a folder that may come from anyone; raises CheckpointError."""
         where = folder / CONVERSION
         if not where.exists() and not where.is_symlink():
             raise CheckpointError(
@@ -52,8 +52,8 @@ class ConversionRecord:
         for key in values.keys() | expected.keys():
             if key not in values or type(values[key]) is not expected.get(key):
                 raise CheckpointError(f"{where} has {key}={values.get(key)!r:.80}: it is not a record of this version.")
-        if values.pop("format") != FORMAT:
-            raise CheckpointError(f"{where} is of another version than {FORMAT}, which this version reads.")
+        if values.pop("format") != _FORMAT:
+            raise CheckpointError(f"{where} is of another version than {_FORMAT}, which this version reads.")
         if not all(isinstance(value, str) and len(value) == _HASH_DIGITS for value in values["tensors"].values()):
             raise CheckpointError(f"{where} has a tensor without the SHA-256 of its values.")
         if not all(isinstance(name, str) for name in values["files"].values()):

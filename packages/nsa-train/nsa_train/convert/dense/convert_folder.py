@@ -5,6 +5,7 @@ computes what the dense one computes; beyond, a query reads the selected blocks 
 """
 
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,28 +16,34 @@ from nsa import __version__
 from nsa.core.init import init_module
 from nsa.hf.configuration import NSAConfig
 from nsa.options import AttentionKind
-from nsa_train.convert.dense.conversion_card import conversion_card
-from nsa_train.convert.dense.conversion_plan import ConversionOptions, LayerReads, converted_config, layer_reads
-from nsa_train.convert.dense.conversion_record import ConversionRecord
+from nsa_train.convert.dense.conversion_plan import (
+    ConversionOptions,
+    LayerReads,
+    converted_config,
+    covered_tokens,
+    layer_reads,
+)
+from nsa_train.convert.dense.conversion_record import CONVERSION, ConversionRecord
 from nsa_train.convert.dense.copied_files import GENERATION_CONFIG, SourceTokenizer, copy_source_files
 from nsa_train.convert.dense.healing_recipe import recipe_files
 from nsa_train.convert.dense.source_folder import OnTensor, SourceWeights, open_source, read_source
 from nsa_train.convert.export_folder import ARCHITECTURE, CARD, DEFAULT_SHARD_BYTES, is_export
 from nsa_train.convert.import_folder import ExportedModel, run_config
+from nsa_train.convert.model_card import card_table, how_to_load
 from nsa_train.convert.output_folder import new_folder
 from nsa_train.convert.weight_files import meta_model, write_weights
 
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """What was written."""
+    """Result of `convert_folder`."""
 
     architecture: str
-    """Of the source."""
+    """Architecture of the source."""
     config: NSAConfig
     parameters: int
     new_parameters: int
-    """Of gates and φ, which the source does not have."""
+    """Parameters of gates and φ, which the source does not have."""
     reads: dict[AttentionKind, LayerReads]
     tokenizer_problem: str | None
     """Why the source's tokenizer cannot be read here; it was copied as data."""
@@ -89,10 +96,8 @@ def convert_folder(
         config.save_pretrained(staging)
         if not (staging / GENERATION_CONFIG).exists():
             _generation_config(config).save_pretrained(staging)
-        card = conversion_card(
-            record, config, converted.reads, parameters=converted.parameters, has_tokenizer=reader.tokenizer is not None
-        )
-        (staging / CARD).write_text(card, encoding="utf-8")
+        card = _card_lines(record, config, converted.reads, converted.parameters, reader.tokenizer is not None)
+        (staging / CARD).write_text("\n".join(card) + "\n", encoding="utf-8")
         for path in write_weights(dict(sorted((weights.tensors | new).items())), staging, shard_bytes):
             shutil.copymode(staging / CARD, path)  # safetensors makes private files
     return converted
@@ -114,9 +119,9 @@ def _new_tensors(folder: Path, config: NSAConfig, weights: SourceWeights) -> dic
     return new
 
 
-def _ends(given: int | list[int] | None, end: int) -> int | list[int]:
-    """Ids that end a document, with the tokenizer's."""
-    ids = [] if given is None else [given] if isinstance(given, int) else list(given)
+def _ends(eos_ids: int | list[int] | None, end: int) -> int | list[int]:
+    """Ids that end a document, the tokenizer's included."""
+    ids = [] if eos_ids is None else [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
     ids = ids if end in ids else [*ids, end]
     return ids[0] if len(ids) == 1 else ids
 
@@ -124,3 +129,45 @@ def _ends(given: int | list[int] | None, end: int) -> int | list[int]:
 def _generation_config(config: NSAConfig) -> GenerationConfig:
     ends = config.eos_token_id
     return GenerationConfig(eos_token_id=ends, pad_token_id=ends[0] if isinstance(ends, list) else ends)
+
+
+def _card_lines(
+    record: ConversionRecord,
+    config: NSAConfig,
+    reads: Mapping[AttentionKind, LayerReads],
+    parameters: int,
+    has_tokenizer: bool,
+) -> Iterator[str]:
+    """README.md of a converted folder: its source, how far it computes the same, how to load it."""
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation", "license: unknown")
+    yield from ("tags:", "- native-sparse-attention", "---", "")
+    yield from (f"# {record.architecture}, converted to sparse attention", "")
+    yield f"Converted by `nsa convert` (nsa-train {record.version}) and not trained since. {_equality(reads)}"
+    yield (
+        f"`{CONVERSION}` holds the source's config.json and the hashes of its tensors: `nsa convert FOLDER OUT "
+        f"--to-dense` writes the source's format back. The licence is that of the source."
+    )
+    yield from ("", "## Load", "", *how_to_load(remote_code=False), "## Model", "")
+    yield from card_table(
+        {
+            "parameters": f"{parameters:,}, {record.dtype}",
+            "layers, width, heads, key/value groups": f"{config.num_hidden_layers}, {config.hidden_size}, "
+            f"{config.num_attention_heads}, {config.num_key_value_heads}",
+            "blocks l, d, l_sel, n_sel, w": f"{config.l}, {config.d}, {config.l_sel}, {config.n_sel}, {config.w}",
+            "context of the source": f"{config.max_position_embeddings:,} tokens",
+            "vocabulary": f"{config.vocab_size:,} ids, " + ("with its tokenizer" if has_tokenizer else "no tokenizer"),
+        }
+    )
+    yield from ("", "## Layers", "", "| kind | layers | keys read at the end of the context | compressed keys scored |")
+    yield "|---|---|---|---|"
+    for kind, each in reads.items():
+        yield f"| {kind} | {each.layers} | {each.keys:,} | {each.scored:,} |"
+
+
+def _equality(reads: Mapping[AttentionKind, LayerReads]) -> str:
+    if (covered := covered_tokens(reads)) is None:
+        return "It computes what the source computes."
+    return (
+        f"Up to {covered:,} tokens it computes what the source computes; beyond, a token reads the blocks it selects, "
+        f"and training is needed for long texts."
+    )

@@ -13,7 +13,7 @@ from nsa_train.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer
 from nsa_train.names import TOKENIZER
 
 GENERATION_CONFIG = "generation_config.json"
-UNREAD_TOKENIZER = "source_tokenizer.json"
+_UNREAD_TOKENIZER = "source_tokenizer.json"
 """A tokenizer.json that this package cannot read: beside the weights under its own name, it would not load."""
 _TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -49,7 +49,7 @@ def copy_source_files(folder: Path, out: Path, *, tokenizer_is_read: bool) -> di
         content = read_bytes(folder / name, LARGEST_TOKENIZER_BYTES)
         if name == GENERATION_CONFIG:  # Transformers reads it with the model
             parse_json(content.decode("utf-8", "replace"), folder / name)
-        copied[name] = UNREAD_TOKENIZER if name == TOKENIZER and not tokenizer_is_read else name
+        copied[name] = _UNREAD_TOKENIZER if name == TOKENIZER and not tokenizer_is_read else name
         (out / copied[name]).write_bytes(content)
     return copied
 
@@ -58,7 +58,7 @@ def copy_back(folder: Path, out: Path, files: Mapping[str, str]) -> list[str]:
     """Copy the files of a converted folder back to their names in the source; returns those that are not there."""
     missing = []
     for name, here in files.items():
-        if name not in COPIED_FILES or here not in (*COPIED_FILES, UNREAD_TOKENIZER):
+        if name not in COPIED_FILES or here not in (*COPIED_FILES, _UNREAD_TOKENIZER):
             raise CheckpointError(
                 f"{folder} names the file {name!r:.60} in its record: a conversion copies no such file."
             )

@@ -27,7 +27,7 @@ _MAY_DIFFER = {"max_position_embeddings", "initializer_range", "bos_token_id", "
 
 @dataclass(frozen=True)
 class DenseExport:
-    """What was written."""
+    """Result of `export_dense`."""
 
     architecture: str
     tensors: int
@@ -63,7 +63,7 @@ def export_dense(
     model = parse_source_config(record.config, origin / CONVERSION, lambda: query_rows)
     _require_same_model(folder, config, model)
     source_type = str(parse_json(record.config, origin / CONVERSION).get("model_type"))
-    with new_folder(out, may_replace=lambda found: overwrite and is_export(found, source_type)) as staging:
+    with new_folder(out, may_replace=lambda existing: overwrite and is_export(existing, source_type)) as staging:
         tensors = read_weights(folder, config)
         pairs = model.names.pairs(tensors, config.num_hidden_layers)
         source = join_tensors(pairs, tensors)

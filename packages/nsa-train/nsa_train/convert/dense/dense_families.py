@@ -190,9 +190,9 @@ def parse_dense_config(values: Mapping[str, Any], where: Path) -> SourceModel:
     if isinstance(layers := values.get("num_hidden_layers"), int) and layers > MOST_LAYERS:
         raise CheckpointError(f"{where} has num_hidden_layers={layers}: up to {MOST_LAYERS:,} are read.")
     _require_known(values, family, where)
-    given = {key: value for key, value in values.items() if key in family.settings}
+    settings = {key: value for key, value in values.items() if key in family.settings}
     try:
-        parsed = family.config_class(**deepcopy(given))  # it adds to the RoPE it is given
+        parsed = family.config_class(**deepcopy(settings))  # it adds to the RoPE it is given
         arguments, kinds = _arguments(family, parsed, where)
         model = SourceModel(family.architecture, family.names, arguments, kinds)
         _ = model.config  # checks types and rules
@@ -282,10 +282,10 @@ def _arguments(family: DenseFamily, parsed: Any, where: Path) -> tuple[dict[str,
 
 def _layer_types(parsed: Any) -> list[str]:
     """full_attention or sliding_attention of every layer."""
-    if (given := getattr(parsed, "layer_types", None)) is not None:
-        if unknown := set(given) - _LAYER_KINDS.keys():
+    if (types := getattr(parsed, "layer_types", None)) is not None:
+        if unknown := set(types) - _LAYER_KINDS.keys():
             raise ValueError(f"layer_types has {sorted(unknown)!r:.80}, and {list(_LAYER_KINDS)} are known")
-        return list(given[: parsed.num_hidden_layers])
+        return list(types[: parsed.num_hidden_layers])
     slides = getattr(parsed, "sliding_window", None) is not None
     return ["sliding_attention" if slides else "full_attention"] * parsed.num_hidden_layers
 
@@ -334,11 +334,11 @@ def _rope_arguments(
 
 
 def _layer_ropes(parsed: Any, types: Sequence[str], where: Path) -> Iterator[_LayerRope | None]:
-    given = parsed.rope_parameters
-    nested = any(key in given for key in _LAYER_KINDS)
+    ropes = parsed.rope_parameters
+    nested = any(key in ropes for key in _LAYER_KINDS)
     without = getattr(parsed, "no_rope_layers", None) or [1] * len(types)
     for layer_type, rotates in zip(types, without[: len(types)], strict=True):
-        values = given[layer_type] if nested else given
+        values = ropes[layer_type] if nested else ropes
         if nested and not values.get("truncate", True):
             raise CheckpointError(
                 f"{where} has truncate=false in the RoPE of {layer_type}: Transformers reads it only outside of layer "

@@ -20,7 +20,7 @@ from nsa_train.convert.dense.source_model import SourceModel
 from nsa_train.convert.dense.source_tensors import SourceNames
 from nsa_train.convert.folder_files import require_plausible_numbers
 
-FLA_ARCHITECTURE = "NSAForCausalLM"
+_FLA_ARCHITECTURE = "NSAForCausalLM"
 FLA_QUERY = "model.layers.0.attn.q_proj.weight"
 _NAMES = SourceNames(
     block={
@@ -44,7 +44,7 @@ _DEFAULTS: dict[str, Any] = dict(
     intermediate_size=None, hidden_act="swish", initializer_range=0.02, norm_eps=1e-6, pad_token_id=None,
     bos_token_id=1, eos_token_id=2, tie_word_embeddings=False, vocab_size=32_000,
 )  # fmt: skip
-"""Of that package's config class; config.json may leave them out."""
+"""Defaults of that package's config class; config.json may leave them out."""
 _FFN_MULTIPLE = 256
 
 
@@ -59,14 +59,14 @@ def parse_fla_config(values: Mapping[str, Any], where: Path, query_rows: Callabl
     query_rows: of the first layer's query projection. The width of a head follows from it: that package's model leaves
     `head_dim` of its config unused.
     """
-    if values.get("architectures") not in (None, [FLA_ARCHITECTURE]):
+    if values.get("architectures") not in (None, [_FLA_ARCHITECTURE]):
         raise CheckpointError(
-            f"{where} has architectures={values.get('architectures')!r:.60}: {FLA_ARCHITECTURE} is read."
+            f"{where} has architectures={values.get('architectures')!r:.60}: {_FLA_ARCHITECTURE} is read."
         )
     require_plausible_numbers(values, where)
-    given = {key: values.get(key, default) for key, default in _DEFAULTS.items()}
-    n_blocks, window = given["block_counts"], given["window_size"]
-    heads, layers = given["num_heads"], given["num_hidden_layers"]
+    settings = {key: values.get(key, default) for key, default in _DEFAULTS.items()}
+    n_blocks, window = settings["block_counts"], settings["window_size"]
+    heads, layers = settings["num_heads"], settings["num_hidden_layers"]
     if type(n_blocks) is not int or n_blocks < 4 or n_blocks & (n_blocks - 1):
         raise CheckpointError(
             f"{where} has block_counts={n_blocks!r:.40}: it must be a power of two and at least 4. For other numbers "
@@ -78,51 +78,51 @@ def parse_fla_config(values: Mapping[str, Any], where: Path, query_rows: Callabl
             f"{where} has window_size={window!r:.40}: a model without the sliding branch has no gate for it here. "
             f"Only models with window_size of 1 and more are read."
         )
-    if given["hidden_act"] != "swish":
-        raise CheckpointError(f"{where} has hidden_act={given['hidden_act']!r:.40}: only swish is read.")
+    if settings["hidden_act"] != "swish":
+        raise CheckpointError(f"{where} has hidden_act={settings['hidden_act']!r:.40}: only swish is read.")
     if type(heads) is not int or heads < 1 or (rows := query_rows()) % heads or not rows:
         raise CheckpointError(f"{where} has num_heads={heads!r:.40}, which does not divide the rows of {FLA_QUERY}.")
     if type(layers) is not int or layers > MOST_LAYERS:
         raise CheckpointError(f"{where} has num_hidden_layers={layers!r:.40}: up to {MOST_LAYERS:,} are read.")
     kind: AttentionKind = "nsa"
     try:
-        model = SourceModel(FLA_ARCHITECTURE, _NAMES, _arguments(given, rows // heads), (kind,) * layers)
+        model = SourceModel(_FLA_ARCHITECTURE, _NAMES, _arguments(settings, rows // heads), (kind,) * layers)
         _ = model.config  # checks types and rules
     except (StrictDataclassError, ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{where} does not describe a model ({error}).") from error
     return model
 
 
-def _arguments(given: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    dim, block = given["hidden_size"], given["block_size"]
-    ffn_dim = given["intermediate_size"]
+def _arguments(settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
+    dim, block = settings["hidden_size"], settings["block_size"]
+    ffn_dim = settings["intermediate_size"]
     if ffn_dim is None:
-        ratio = 4 if given["hidden_ratio"] is None else given["hidden_ratio"]
+        ratio = 4 if settings["hidden_ratio"] is None else settings["hidden_ratio"]
         ffn_dim = -(-int(dim * ratio * 2 / 3) // _FFN_MULTIPLE) * _FFN_MULTIPLE
     return dict(
-        vocab_size=given["vocab_size"],
+        vocab_size=settings["vocab_size"],
         hidden_size=dim,
         intermediate_size=ffn_dim,
-        num_hidden_layers=given["num_hidden_layers"],
-        num_attention_heads=given["num_heads"],
-        num_key_value_heads=given["num_heads"] if given["num_kv_heads"] is None else given["num_kv_heads"],
+        num_hidden_layers=settings["num_hidden_layers"],
+        num_attention_heads=settings["num_heads"],
+        num_key_value_heads=settings["num_heads"] if settings["num_kv_heads"] is None else settings["num_kv_heads"],
         head_dim=head_dim,
         v_head_dim=head_dim,
-        max_position_embeddings=given["max_position_embeddings"],
-        rms_norm_eps=given["norm_eps"],
-        initializer_range=given["initializer_range"],
-        rope_theta=given["rope_theta"],
+        max_position_embeddings=settings["max_position_embeddings"],
+        rms_norm_eps=settings["norm_eps"],
+        initializer_range=settings["initializer_range"],
+        rope_theta=settings["rope_theta"],
         rope_angles="fp32",
-        tie_word_embeddings=given["tie_word_embeddings"],
-        bos_token_id=given["bos_token_id"],
-        eos_token_id=given["eos_token_id"],
-        pad_token_id=given["pad_token_id"],
-        bias=given["qkv_bias"],
+        tie_word_embeddings=settings["tie_word_embeddings"],
+        bos_token_id=settings["bos_token_id"],
+        eos_token_id=settings["eos_token_id"],
+        pad_token_id=settings["pad_token_id"],
+        bias=settings["qkv_bias"],
         l=block,
         d=block,
         l_sel=block,
-        n_sel=given["block_counts"],
-        w=given["window_size"],
+        n_sel=settings["block_counts"],
+        w=settings["window_size"],
         phi="avg",
         rope_compressed="before",
         kv="shared",

@@ -24,7 +24,7 @@ from nsa_train.convert.folder_files import parse_json, read_text
 from nsa_train.convert.weight_files import TensorShape, describe_weights, expected_shapes, read_tensors
 
 OnTensor = Callable[[int, int], None]
-"""Called with the number of tensors that were checked, and of all."""
+"""Callback with the number of tensors that were checked, and of all."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SourceWeights:
     """Tensors of a folder that were checked against its config.json."""
 
     tensors: dict[str, Tensor]
-    """By the names of `NSAForCausalLM`; of tied embeddings only one."""
+    """Tensors by the names of `NSAForCausalLM`; of tied embeddings only one."""
     hashes: dict[str, str]
     """SHA-256 of the values of every tensor of the folder, by its name there."""
     dtype: torch.dtype
@@ -58,8 +58,8 @@ def open_source(folder: Path) -> SourceFolder:
     text = read_text(folder / CONFIG)
 
     def query_rows() -> int:
-        found = describe_weights(folder).get(FLA_QUERY)
-        return found.shape[0] if found is not None and found.shape else 0
+        query = describe_weights(folder).get(FLA_QUERY)
+        return query.shape[0] if query is not None and query.shape else 0
 
     return SourceFolder(folder, text, parse_source_config(text, folder / CONFIG, query_rows))
 
@@ -85,10 +85,10 @@ def read_source(source: SourceFolder, on_tensor: OnTensor = lambda done, total: 
     folder, model = source.path, source.model
     config, shapes = model.config, dict[str, tuple[int, ...]]()
 
-    def expect(found: Mapping[str, TensorShape]) -> dict[str, tuple[int, ...]]:
-        shapes.update(expected_shapes(folder, config, len(found)))
+    def expect(file_tensors: Mapping[str, TensorShape]) -> dict[str, tuple[int, ...]]:
+        shapes.update(expected_shapes(folder, config, len(file_tensors)))
         expected = source_shapes(model.names.pairs(shapes, config.num_hidden_layers), shapes)
-        if config.tie_word_embeddings and HEAD in found:  # saved twice, as some software does
+        if config.tie_word_embeddings and HEAD in file_tensors:  # saved twice, as some software does
             expected[HEAD] = shapes[EMBEDDING]
         return expected
 

@@ -8,20 +8,20 @@ from nsa.hf.configuration import NSAConfig
 from nsa.options import AttentionKind
 from nsa_train.convert.dense.source_tensors import SourceNames
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class SourceModel:
-    """What `NSAForCausalLM` needs to compute the same as the source."""
+    """Description with which `NSAForCausalLM` computes the same as the source."""
 
     architecture: str
-    """As in its config.json."""
+    """Architecture as its config.json names it."""
     names: SourceNames
     arguments: dict[str, Any]
-    """Of `NSAConfig`, without `attention`."""
+    """Arguments of `NSAConfig`, without `attention`."""
     kinds: tuple[AttentionKind, ...]
-    """Of every layer: dense, window where the source's attention slides, or nsa."""
+    """Kind of every layer: dense, window where the source's attention slides, or nsa."""
 
     @property
     def is_sparse(self) -> bool:
@@ -30,15 +30,15 @@ class SourceModel:
 
     @property
     def config(self) -> NSAConfig:
-        """The source itself."""
+        """Config of the source itself."""
         return self.changed(self.kinds)
 
     def changed(self, kinds: Sequence[AttentionKind], **changes: Any) -> NSAConfig:
-        """With other kinds of layers, and other arguments."""
+        """Config of the source with other kinds of layers, and other arguments."""
         return NSAConfig(**{**self.arguments, "attention": shortest_pattern(kinds), **changes})
 
 
-def shortest_pattern(values: Sequence[T]) -> T | list[T]:
+def shortest_pattern(values: Sequence[_T]) -> _T | list[_T]:
     """The shortest beginning that gives all values when it is repeated and cut; of one value, that value."""
     for length in range(1, len(values) + 1):
         if all(value == values[place % length] for place, value in enumerate(values)):

@@ -53,24 +53,24 @@ def split_tensors(
     pairs: Mapping[str, tuple[str, ...]], tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Our tensors from the source's, which are removed from `tensors` one by one."""
-    found = {}
+    own_tensors = {}
     for source, names in pairs.items():
         tensor = tensors.pop(source)
         if len(names) == 1:
-            found[names[0]] = tensor
+            own_tensors[names[0]] = tensor
         else:
             parts = tensor.split([shapes[name][0] for name in names])
-            found |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
-    return found
+            own_tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    return own_tensors
 
 
 def join_tensors(pairs: Mapping[str, tuple[str, ...]], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The source's tensors from ours, which are removed from `tensors` one by one."""
-    found = {}
+    source_tensors = {}
     for source, names in pairs.items():
         parts = [tensors.pop(name) for name in names]
-        found[source] = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return found
+        source_tensors[source] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return source_tensors
 
 
 def _in_layer(layer: int, name: str) -> str:

@@ -17,7 +17,7 @@ from nsa_train.data.prepare.plan import WORK, PreparePlan
 from nsa_train.data.prepare.read_task import TaskReader
 from nsa_train.storage import StorageFolder
 
-HASH_BYTES = 16
+_HASH_BYTES = 16
 _HASHES, _MASKS = f"{WORK}/hashes", f"{WORK}/masks"
 _DONE = f"{WORK}/dedup.json"
 
@@ -33,23 +33,23 @@ def hashed_tasks(out: StorageFolder) -> set[int]:
 
 
 def hash_task(plan: PreparePlan, out: StorageFolder, rank: int) -> Iterator[int]:
-    """Store the hashes of a task's documents; yields the number of units done since the last time."""
+    """Store the hashes of a task's documents; yields the number of units read since the last time."""
     reader = TaskReader(plan, plan.tasks()[rank])
-    hashes, told = bytearray(), 0
+    hashes, previous = bytearray(), 0
     for _, document in reader.documents():
-        hashes += hashlib.blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=HASH_BYTES).digest()
-        if reader.units_done > told:
-            yield reader.units_done - told
-            told = reader.units_done
+        hashes += hashlib.blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest()
+        if reader.units_done > previous:
+            yield reader.units_done - previous
+            previous = reader.units_done
     out.write_bytes(_hashes_name(rank), bytes(hashes))
-    yield reader.units_done - told
+    yield reader.units_done - previous
 
 
 def write_masks(plan: PreparePlan, out: StorageFolder) -> int:
     """Compare the hashes of all tasks and store which documents to keep; returns the number of duplicates."""
     stored = [out.read_bytes(_hashes_name(rank)) for rank in range(len(plan.tasks()))]
-    counts = [len(hashes) // HASH_BYTES for hashes in stored]
-    keep = first_occurrences(b"".join(stored))
+    counts = [len(hashes) // _HASH_BYTES for hashes in stored]
+    keep = _first_occurrences(b"".join(stored))
     del stored
     for rank, end in enumerate(np.cumsum(counts).tolist()):
         mask = keep[end - counts[rank] : end]
@@ -59,9 +59,9 @@ def write_masks(plan: PreparePlan, out: StorageFolder) -> int:
     return duplicates
 
 
-def first_occurrences(hashes: bytes) -> np.ndarray:
-    """For hashes one after another: whether each is the first of its value."""
-    words = np.frombuffer(hashes, dtype=np.uint64).reshape(-1, HASH_BYTES // 8)
+def _first_occurrences(hashes: bytes) -> np.ndarray:
+    """Whether each of these hashes, one after another, is the first of its value."""
+    words = np.frombuffer(hashes, dtype=np.uint64).reshape(-1, _HASH_BYTES // 8)
     order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal hashes stay in the order of the documents
     keep = np.ones(len(words), dtype=bool)
     ordered = words[order]

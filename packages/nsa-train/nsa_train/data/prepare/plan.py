@@ -29,7 +29,7 @@ from nsa_train.data.tokenizer import load_tokenizer, token_dtype
 from nsa_train.storage import StorageFolder
 
 WORK = "_work"  # subfolder of the output, removed after the manifest is written
-PLAN_NAME = f"{WORK}/plan.json"
+_PLAN_NAME = f"{WORK}/plan.json"
 _TEXT_TASK_BYTES, _TEXT_TASK_FILES = 16 * 2**20, 4096
 
 
@@ -66,7 +66,7 @@ class PreparePlan:
     text_tasks: list[list[str]] = field(default_factory=list)
     """Names of text, Markdown and HTML files relative to the source, by task."""
     encoding: str = DEFAULT_FALLBACK
-    """Of text files that are not Unicode."""
+    """Encoding of text files that are not Unicode."""
     dedup: bool = False
     left_out: dict[str, Any] = field(default_factory=dict)
     """Files that the listing left out, as JSON of a `ReadReport`."""
@@ -84,7 +84,7 @@ class PreparePlan:
         return of_files + [PrepareTask(names[0], 0, len(names), tuple(names)) for names in self.text_tasks]
 
     def made_from(self) -> dict[str, Any]:
-        """Everything that determines the bytes of the output; the path of the tokenizer file does not.
+        """Values that determine the bytes of the output; the path of the tokenizer file does not.
 
         What earlier versions did not have is left out where it makes no difference: their sets stay valid.
         """
@@ -121,13 +121,13 @@ def make_plan(
     columns = columns or DocumentColumns()
     loaded = load_tokenizer(tokenizer, eos_token=eos_token)
     encoding = require_encoding(encoding)
-    listed = list_files(source, columns, encoding=encoding, exclude=exclude)
+    listed = _list_files(source, columns, encoding=encoding, exclude=exclude)
     files, texts = listed.files, listed.texts
     if limit_units is not None:
         files = _first_units(files, limit_units)
         texts = texts[: max(0, limit_units - sum(units for _, units in files))]
     # 64 row groups of 1,000 documents are about 64 M tokens: at most a minute or two of work is lost when killed.
-    default_units = 1 if units_are_whole_files(files) else 64
+    default_units = 1 if _units_are_whole_files(files) else 64
     return PreparePlan(
         source=source,
         files=files,
@@ -165,12 +165,12 @@ def _text_tasks(texts: list[tuple[str, int]], most_files: int) -> list[list[str]
 
 
 def _first_units(files: list[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
-    kept: list[tuple[str, int]] = []
+    first: list[tuple[str, int]] = []
     for file, units in files:
         if (used := min(units, limit)) > 0:
-            kept.append((file, used))
+            first.append((file, used))
         limit -= used
-    return kept
+    return first
 
 
 def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:
@@ -183,18 +183,18 @@ def is_finished(plan: PreparePlan, out: StorageFolder) -> bool:
 
 def record_plan(plan: PreparePlan, out: StorageFolder) -> None:
     """Write plan.json, or check it against the one of an interrupted run."""
-    if out.exists(PLAN_NAME):
+    if out.exists(_PLAN_NAME):
         try:
-            recorded = json.loads(out.read_bytes(PLAN_NAME))
+            recorded = json.loads(out.read_bytes(_PLAN_NAME))
             if not isinstance(recorded, dict):
                 raise ValueError(f"it is {type(recorded).__name__}, not an object")
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{out.url}/{PLAN_NAME} is not a valid plan ({error}). Delete {out.url} and prepare again."
+                f"{out.url}/{_PLAN_NAME} is not a valid plan ({error}). Delete {out.url} and prepare again."
             ) from error
         _refuse_other(recorded, plan, out)
         return
-    out.write_bytes(PLAN_NAME, json.dumps(plan.made_from(), indent=1).encode())
+    out.write_bytes(_PLAN_NAME, json.dumps(plan.made_from(), indent=1).encode())
 
 
 def _refuse_other(recorded: dict[str, Any], plan: PreparePlan, out: StorageFolder) -> None:
@@ -222,7 +222,7 @@ class SourceListing:
     left_out: ReadReport = field(default_factory=ReadReport)
 
 
-def list_files(
+def _list_files(
     spec: str, columns: DocumentColumns, *, encoding: str = DEFAULT_FALLBACK, exclude: Path | None = None
 ) -> SourceListing:
     if _in_object_store(spec):
@@ -296,7 +296,7 @@ def open_task(plan: PreparePlan, task: PrepareTask, scratch: Path, report: ReadR
     return JsonlSource([LocalFile(task.file, local)], columns=columns, block_bytes=block_bytes, report=report)
 
 
-def units_are_whole_files(files: list[tuple[str, int]]) -> bool:
+def _units_are_whole_files(files: list[tuple[str, int]]) -> bool:
     return all(units == 1 and file.endswith(JSONL_SUFFIXES) for file, units in files)
 
 

@@ -29,7 +29,7 @@ from nsa_train.data.source.resolve import open_source
 from nsa_train.data.tokenizer import load_tokenizer, token_dtype
 from nsa_train.storage import StorageFolder
 
-REPORT_NAME = "prepare_report.json"
+_REPORT_NAME = "prepare_report.json"
 _POLL_S = 0.2
 _SAMPLED_UNITS = 2
 
@@ -69,7 +69,7 @@ def prepare(
 
 
 def _output_errors(out_url: str) -> AbstractContextManager[None]:
-    """For errors not handled closer to their cause: the lock, datatrove's logs, the cleanup."""
+    """Explain errors that are not handled closer to their cause: of the lock, datatrove's logs, the cleanup."""
     return storage_errors(
         f"{out_url} cannot be written",
         fix="Choose a writable output folder.",
@@ -89,12 +89,12 @@ def _prepare(
         # datatrove's logs and completion marks; our own record, stored with the shards, decides whether a task is done.
         place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
         with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
-            executor = LocalExecutor(plan, out.url, workers, logs, on_progress)
+            executor = _LocalExecutor(plan, out.url, workers, logs, on_progress)
             if plan.dedup and not is_deduplicated(out):
                 executor.hash_documents()
                 write_masks(plan, out)
             executor.run()
-        return finish(plan, out)
+        return _finish(plan, out)
 
 
 def bootstrap(
@@ -121,7 +121,7 @@ def bootstrap(
     return prepare(plan, out, workers=workers, on_progress=on_progress)
 
 
-def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
+def _finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     """Write tokenizer and manifest from the plan and the records of all tasks, which must be done. Idempotent."""
     tasks = len(plan.tasks())
     if missing := sorted(set(range(tasks)) - done_tasks(out)):
@@ -153,7 +153,7 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     for record in records:
         if "report" in record:  # not in that of an earlier version
             report.add(ReadReport.from_json(record["report"]))
-    out.write_bytes(REPORT_NAME, json.dumps(report.as_json(), indent=1).encode())
+    out.write_bytes(_REPORT_NAME, json.dumps(report.as_json(), indent=1).encode())
     tokenizer = load_tokenizer(plan.tokenizer, eos_token=plan.eos_token)
     save_with_set(out, tokenizer, plan.vocab_size, plan.fingerprint)
     out.write_bytes(MANIFEST_NAME, manifest.to_bytes())
@@ -162,14 +162,14 @@ def finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
 
 
 def read_report(out: StorageFolder) -> ReadReport | None:
-    """What was read and skipped for a prepared set; None for a set of an earlier version, or a damaged file."""
+    """Report of what was read and skipped for a prepared set; None for one of an earlier version, or a damaged file."""
     try:
-        return ReadReport.from_json(json.loads(out.read_bytes(REPORT_NAME))) if out.exists(REPORT_NAME) else None
+        return ReadReport.from_json(json.loads(out.read_bytes(_REPORT_NAME))) if out.exists(_REPORT_NAME) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-class LocalExecutor(PipelineExecutor):
+class _LocalExecutor(PipelineExecutor):
     """datatrove executor on a pool of spawned processes.
 
     datatrove's own local executor waits forever if a worker is killed (e.g. by the out-of-memory killer), and its
@@ -255,7 +255,7 @@ def _run_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
         report((documents, tokens, units))
 
     with _output_errors(out_url):
-        LocalExecutor(plan, out_url, 1, logs, lambda progress: None, count)._run_for_rank(rank, local_rank=1)
+        _LocalExecutor(plan, out_url, 1, logs, lambda progress: None, count)._run_for_rank(rank, local_rank=1)
 
 
 def _hash_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
@@ -265,14 +265,14 @@ def _hash_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
             report((0, 0, units))
 
 
-class FinishPreparation(PrepareStep):
+class _FinishPreparation(PrepareStep):
     """Last Slurm job: writes the manifest."""
 
     name = "manifest"
     type = "writer"
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        finish(self.plan, StorageFolder(self.out_url))
+        _finish(self.plan, StorageFolder(self.out_url))
         yield from ()
 
 
@@ -317,7 +317,7 @@ def slurm_executor(
         **shared,
     )
     return SlurmPipelineExecutor(
-        pipeline=[FinishPreparation(plan, out_url)],
+        pipeline=[_FinishPreparation(plan, out_url)],
         tasks=1,
         job_name="nsa-prepare-manifest",
         logging_dir=f"{logging_dir}/manifest",
@@ -333,9 +333,9 @@ def _single_writer(out: StorageFolder) -> Iterator[None]:
         return
     lock_path = out.local_path(f"{WORK}/lock")
     lock_path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(file_lock(lock_path, wait=False))
+            stack.enter_context(file_lock(lock_path, wait=False))
         except BlockingIOError as error:
             raise DataError(
                 f"another process is preparing into {out.url}. Wait for it to finish, or stop it."

@@ -36,12 +36,12 @@ _KIND = "kind"  # in the metadata of a document
 CountCallback = Callable[[int, int, int], None]  # documents, tokens, units of the source
 
 
-def record_name(rank: int) -> str:
+def _record_name(rank: int) -> str:
     return f"{WORK}/tasks/{rank:06d}.json"
 
 
-def is_done(out: StorageFolder, rank: int) -> bool:
-    return out.exists(record_name(rank))
+def _is_done(out: StorageFolder, rank: int) -> bool:
+    return out.exists(_record_name(rank))
 
 
 def done_tasks(out: StorageFolder) -> set[int]:
@@ -67,11 +67,11 @@ class ReadUnits(PrepareStep):
     def __init__(self, plan: PreparePlan, out_url: str) -> None:
         super().__init__(plan, out_url)
         self.task: TaskReader | None = None
-        """Of the rank that runs, with its report."""
+        """Reader of the task that runs, with its report."""
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
         out = StorageFolder(self.out_url)
-        if is_done(out, rank):
+        if _is_done(out, rank):
             return
         task = self.plan.tasks()[rank]
         self.task = reader = TaskReader(self.plan, task)
@@ -105,7 +105,7 @@ class WriteShards(PrepareStep):
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
         out = StorageFolder(self.out_url)
-        if is_done(out, rank):
+        if _is_done(out, rank):
             return
         plan, self._counted_units = self.plan, 0
         tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
@@ -133,7 +133,7 @@ class WriteShards(PrepareStep):
             "bad_units": self._reader().bad_units,
             "report": self._reader().report.as_json(),
         }
-        out.write_bytes(record_name(rank), _with_checksum(record))
+        out.write_bytes(_record_name(rank), _with_checksum(record))
         yield from ()
 
     def _reader(self) -> TaskReader:
@@ -202,7 +202,7 @@ def _with_checksum(record: dict[str, Any]) -> bytes:
 
 
 def read_record(out: StorageFolder, rank: int) -> dict[str, Any]:
-    name = record_name(rank)
+    name = _record_name(rank)
     try:
         content = json.loads(out.read_bytes(name))
         record: dict[str, Any] = content["record"]

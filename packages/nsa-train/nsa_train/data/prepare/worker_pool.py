@@ -32,8 +32,10 @@ class _TaskEnd:
 
 
 class WorkerPool:
-    """Up to `workers` processes, none more than there are tasks. Leaving the context kills them: a task that did not
-    end is run again by the next preparation."""
+    """At most `workers` processes that run tasks, and at most one per task.
+
+    Leaving the context kills them: a task that did not end is run again by the next preparation.
+    """
 
     def __init__(self, workers: int, tasks: Sequence[int], run_task: TaskFunction, job: Any) -> None:
         context = get_context("spawn")
@@ -59,8 +61,10 @@ class WorkerPool:
             connection.close()
 
     def progress(self, every_s: float) -> Iterator[tuple[int, Counts]]:
-        """Until all tasks are done: tasks that ended, and counts, since the last yield. Raises the first error of a
-        task, and `WorkerLost`."""
+        """Yield the tasks that ended, and counts, since the last yield, until all tasks have ended.
+
+        Raises the first error of a task, and `WorkerLost`.
+        """
         while self._working:
             ended, counts = 0, [0, 0, 0]
             for connection in wait(list(self._working), every_s):

@@ -76,7 +76,7 @@ class PreparedRows:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What determines the tokens at each position; a cursor is valid only for the same values."""
+        """Values that determine the tokens at each position; a cursor is valid only for equal values."""
         shuffle = self._shuffle
         return {
             "kind": self.kind,

@@ -41,7 +41,7 @@ class RowStream(Protocol):
         ...
 
 
-class IndexedRows(Protocol):
+class _IndexedRows(Protocol):
     """Rows that can be computed from their position: prepared shards, synthetic tasks."""
 
     @property
@@ -54,7 +54,7 @@ class IndexedRows(Protocol):
     def rows(self, row_ids: np.ndarray) -> Batch: ...
 
 
-class ResumableDocuments(Protocol):
+class _ResumableDocuments(Protocol):
     """Tokenized documents in one seeded global order. Iteration continues from the loaded state, which the stream
     compares with its own source, tokenizer and seed."""
 
@@ -72,7 +72,7 @@ class ResumableDocuments(Protocol):
 class IndexedRowStream:
     """Row stream over `IndexedRows`; its cursor is one integer."""
 
-    def __init__(self, rows: IndexedRows) -> None:
+    def __init__(self, rows: _IndexedRows) -> None:
         self.kind = rows.kind
         self.seq_len = rows.seq_len
         self._rows = rows
@@ -94,7 +94,7 @@ class IndexedRowStream:
         self._next_row = int(state["next_row"])
 
     def close(self) -> None:
-        """Nothing reads in the background."""
+        """Do nothing: no thread reads in the background."""
 
 
 class DirectRowStream:
@@ -105,7 +105,7 @@ class DirectRowStream:
 
     def __init__(
         self,
-        documents: ResumableDocuments,
+        documents: _ResumableDocuments,
         packer: RowPacker,
         *,
         seq_len: int,

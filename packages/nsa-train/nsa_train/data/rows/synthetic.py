@@ -28,19 +28,19 @@ from nsa_train.data.tokenizer import token_dtype
 
 _SMALLEST_VOCAB = 8
 _KEY_LEN = 2
-FACTS = 16
+_FACTS = 16
 _HOPS = 4  # facts of a chain of `tracking`
 _NO_FACTS = 8  # the share of a row, one in so many, between the last fact and the first question
 # Ids: facts of one token, then keys (or variables), then values; the rest is filler.
 _VALUES = 4  # few, because a model learns every pair of key and value as a token of its own
-_FUSED, _KEYS = FACTS * _VALUES, FACTS
+_FUSED, _KEYS = _FACTS * _VALUES, _FACTS
 
 
 _FAR = ("recall", "recall_pairs", "tracking")
 
 
 class AnswerPlace(NamedTuple):
-    """Where a counted token is asked for, and where its fact lies."""
+    """Places of the query for a counted token and of its fact."""
 
     row: int
     """Place of the row in the batch."""
@@ -64,7 +64,7 @@ class SyntheticRows:
                 f"vocab_size is {vocab_size}: the {task} task needs more than {_FUSED + _KEYS + _VALUES} ids. Set e.g. "
                 f"model.vocab_size=272."
             )
-        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * FACTS)
+        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * _FACTS)
         if seq_len < shortest:
             raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}.")
         self.task = task
@@ -111,13 +111,13 @@ class SyntheticRows:
         `copy` the earlier occurrence of the token. Of `tracking` it is the last link alone: what the asked variable was
         set to, a value or another variable, whose own fact lies earlier in the row.
         """
-        found = []
+        places = []
         for r, row in enumerate(row_ids.tolist()):
             tokens, mask = np.empty(self.seq_len, dtype=self._dtype), np.zeros(self.seq_len, dtype=bool)
             facts = self._fill(row, tokens, mask)
             counted = np.flatnonzero(mask).tolist()
-            found += [AnswerPlace(r, at - 1, fact) for at, fact in zip(counted, facts.tolist(), strict=True)]
-        return found
+            places += [AnswerPlace(r, at - 1, fact) for at, fact in zip(counted, facts.tolist(), strict=True)]
+        return places
 
     def _fill(self, row: int, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Write a row and its mask; returns the position of the fact of every counted token."""
@@ -140,25 +140,25 @@ class SyntheticRows:
         return np.arange(length)
 
     def _fill_recall(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        value = rng.integers(0, _VALUES, FACTS)
-        facts = (np.arange(FACTS) * _VALUES + value)[:, None]
-        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(FACTS), value)
+        value = rng.integers(0, _VALUES, _FACTS)
+        facts = (np.arange(_FACTS) * _VALUES + value)[:, None]
+        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(_FACTS), value)
 
     def _fill_recall_pairs(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        value = rng.integers(0, _VALUES, FACTS)
-        facts = np.stack((_FUSED + np.arange(FACTS), _FUSED + _KEYS + value), 1)
-        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(FACTS), value)
+        value = rng.integers(0, _VALUES, _FACTS)
+        facts = np.stack((_FUSED + np.arange(_FACTS), _FUSED + _KEYS + value), 1)
+        return self._hide_and_ask(rng, tokens, mask, facts, np.arange(_FACTS), value)
 
     def _fill_tracking(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Variables in random order; each chain's first one is set to a value, every other to the one before it."""
-        variable = rng.permutation(FACTS).reshape(-1, _HOPS)
+        variable = rng.permutation(_FACTS).reshape(-1, _HOPS)
         value = rng.integers(0, _VALUES, len(variable))
         first = np.stack((variable[:, 0], _KEYS + value), 1)
         links = np.stack((variable[:, 1:], variable[:, :-1]), 2).reshape(-1, 2)
-        number = np.arange(FACTS).reshape(-1, _HOPS)
-        facts = np.empty((FACTS, 2), dtype=np.int64)
+        number = np.arange(_FACTS).reshape(-1, _HOPS)
+        facts = np.empty((_FACTS, 2), dtype=np.int64)
         facts[number[:, 0]], facts[number[:, 1:].ravel()] = first, links
-        answer = np.empty(FACTS, dtype=np.int64)
+        answer = np.empty(_FACTS, dtype=np.int64)
         answer[variable] = value[:, None]
         # Chains are mixed, but within a chain a variable is set before it is read.
         order = np.argsort(rng.permutation(np.repeat(np.arange(len(variable)), _HOPS)), kind="stable")
@@ -179,18 +179,18 @@ class SyntheticRows:
 
         key: of each fact. Returns the last token of the fact of every question.
         """
-        questions = self.seq_len - 2 * FACTS
+        questions = self.seq_len - 2 * _FACTS
         room = questions - self.seq_len // _NO_FACTS
         tokens[:] = rng.integers(_FUSED + _KEYS + _VALUES, self.vocab_size, self.seq_len)
         width = facts.shape[1]
-        place = np.sort(rng.choice(room // width, FACTS, replace=False)) * width
+        place = np.sort(rng.choice(room // width, _FACTS, replace=False)) * width
         for i in range(width):
             tokens[place + i] = facts[:, i]
-        asked = rng.permutation(FACTS)
+        asked = rng.permutation(_FACTS)
         tokens[questions::2] = _FUSED + asked
         tokens[questions + 1 :: 2] = _FUSED + _KEYS + answer[asked]
         mask[questions + 1 :: 2] = True
-        last = np.empty(FACTS, dtype=np.int64)
+        last = np.empty(_FACTS, dtype=np.int64)
         last[key] = place + width - 1
         return last[asked]
 

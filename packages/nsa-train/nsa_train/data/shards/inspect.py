@@ -129,7 +129,7 @@ class DocumentStart:
     ids: list[int]
 
 
-class VerifiedBlocks:
+class _VerifiedBlocks:
     """Reads parts of an open token file; every block is compared with its hash in the index, the last one is kept."""
 
     def __init__(self, file: Any, shard: ShardInfo, index: ShardIndex) -> None:
@@ -154,19 +154,19 @@ def first_documents(
     folder: StorageFolder, manifest: ShardManifest, split: str, *, documents: int, max_tokens: int
 ) -> list[DocumentStart]:
     """The beginnings of the first documents of a split, for a preview."""
-    found: list[DocumentStart] = []
+    starts: list[DocumentStart] = []
     dtype = manifest.numpy_dtype
     for shard in manifest.shards(split):
-        if len(found) == documents:
+        if len(starts) == documents:
             break
         index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
         ends = index.ends.tolist()
         ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
         with folder.open_random(f"{shard.name}.tok") as file:
-            blocks = VerifiedBlocks(file, shard, index)
-            for number in range(min(len(ends), documents - len(found))):
+            blocks = _VerifiedBlocks(file, shard, index)
+            for number in range(min(len(ends), documents - len(starts))):
                 first = ends[number - 1] if number else 0
                 length = min(ends[number] - first, max_tokens)
                 raw = blocks.read(first * dtype.itemsize, length * dtype.itemsize)
-                found.append(DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
-    return found
+                starts.append(DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
+    return starts

@@ -90,7 +90,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 
 @lru_cache(maxsize=2)
-def parse_manifest(raw: bytes, where: str) -> ShardManifest:
+def _parse_manifest(raw: bytes, where: str) -> ShardManifest:
     """The manifest in these bytes. Cached: a rank opens the same set several times while it starts."""
     broken = f"{where} is not a manifest of prepared shards"
     try:
@@ -165,4 +165,4 @@ def read_manifest(folder: StorageFolder) -> ShardManifest:
             "Run the same prepare command again; it continues where it stopped."
         )
     raw = folder.read_bytes(MANIFEST_NAME, limit=_LARGEST_MANIFEST_BYTES)
-    return parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")
+    return _parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")

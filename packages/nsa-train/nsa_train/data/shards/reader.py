@@ -34,7 +34,7 @@ _OPEN_ATTEMPTS = 5
 _T = TypeVar("_T")
 
 
-class OpenShard:
+class _OpenShard:
     """A memory-mapped shard that records which of its blocks have been verified."""
 
     def __init__(self, path: Path, index_raw: bytes, info: ShardInfo, dtype: np.dtype) -> None:
@@ -94,7 +94,7 @@ class ShardReader:
         self.starts = np.zeros(len(self._shards) + 1, dtype=np.int64)
         np.cumsum([s.tokens for s in self._shards], out=self.starts[1:])
         self.total_tokens = int(self.starts[-1])
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._open: OrderedDict[int, _OpenShard] = OrderedDict()
         self._open_bytes = 0
         self._ids: tuple[int, list[str]] = (-1, [])
         self._max_open = max_open_shards
@@ -105,7 +105,7 @@ class ShardReader:
 
     @property
     def cache_limit_bytes(self) -> int | None:
-        """None if shards are read in place."""
+        """Limit of the local cache in bytes; None if shards are read in place."""
         return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -133,7 +133,7 @@ class ShardReader:
 
     def segments(self, start: int, stop: int) -> tuple[Segment, ...]:
         """The pieces of documents that tokens [start, stop) belong to."""
-        found: list[Segment] = []
+        segments: list[Segment] = []
         while start < stop:
             number = int(np.searchsorted(self.starts, start, side="right")) - 1
             shard = self._shard(number)
@@ -141,9 +141,9 @@ class ShardReader:
             document = int(np.searchsorted(shard.ends, start - base, side="right"))
             doc_start = base + (int(shard.ends[document - 1]) if document else 0)
             end = min(base + int(shard.ends[document]), stop)
-            found.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
+            segments.append(Segment(self._doc_ids(number)[document], start - doc_start, end - start))
             start = end
-        return tuple(found)
+        return tuple(segments)
 
     def _doc_ids(self, number: int) -> list[str]:
         if self._ids[0] != number:
@@ -154,7 +154,7 @@ class ShardReader:
             self._ids = (number, decode_ids(raw, info))
         return self._ids[1]
 
-    def _shard(self, number: int) -> OpenShard:
+    def _shard(self, number: int) -> _OpenShard:
         shard = self._open.get(number)
         if shard is None:
             shard = self._open[number] = self._open_shard(self._shards[number])
@@ -167,11 +167,11 @@ class ShardReader:
             self._open.move_to_end(number)
         return shard
 
-    def _open_shard(self, info: ShardInfo) -> OpenShard:
-        def attempt() -> OpenShard:
+    def _open_shard(self, info: ShardInfo) -> _OpenShard:
+        def attempt() -> _OpenShard:
             index_raw = self._read(f"{info.name}.idx", info.idx_bytes, info.idx_sha256)
             token_path = self._local(f"{info.name}.tok", info.tok_bytes, info.tok_sha256)
-            return OpenShard(token_path, index_raw, info, self._dtype)
+            return _OpenShard(token_path, index_raw, info, self._dtype)
 
         return self._retry_if_evicted(attempt)
 

@@ -26,7 +26,7 @@ from nsa_train.storage import StorageFolder
 
 BLOCK_BYTES = 64 * 2**10
 HASH_BYTES = 32
-INDEX_MAGIC = b"NSAIDX01"
+_INDEX_MAGIC = b"NSAIDX01"
 _HEADER_WORDS = 3  # documents, tokens, blocks
 
 
@@ -112,8 +112,8 @@ class ShardWriter:
         self._file.close()
         if self._open_block:
             self._block_hashes.append(hashlib.sha256(self._open_block).digest())
-        index = encode_index(np.asarray(self._ends, dtype="<u8"), self.tokens, b"".join(self._block_hashes))
-        ids = encode_ids(self._ids)
+        index = _encode_index(np.asarray(self._ends, dtype="<u8"), self.tokens, b"".join(self._block_hashes))
+        ids = _encode_ids(self._ids)
         folder.put_file(self._path, f"{self.name}.tok")
         for suffix, content in ((".idx", index), (".ids", ids)):
             # Via the scratch folder too: an unfinished file next to the shards would remain after a kill.
@@ -158,16 +158,18 @@ def check_block(content: bytes | memoryview, block_sha256: bytes, number: int, s
     check_sha256(content, expected, f"{shard}.tok (bytes from {number * BLOCK_BYTES})")
 
 
-def encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
+def _encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
     header = np.asarray([len(ends), tokens, len(block_sha256) // HASH_BYTES], dtype="<u8")
-    return INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256
+    return _INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256
 
 
-def decode_index(content: bytes, name: str) -> ShardIndex:
-    start = len(INDEX_MAGIC) + 8 * _HEADER_WORDS
-    if content[: len(INDEX_MAGIC)] != INDEX_MAGIC or len(content) < start:
-        raise DataError(f"{name} does not begin with {INDEX_MAGIC!r}: it is not a shard index. Prepare the data again.")
-    documents, tokens, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(INDEX_MAGIC)))
+def _decode_index(content: bytes, name: str) -> ShardIndex:
+    start = len(_INDEX_MAGIC) + 8 * _HEADER_WORDS
+    if content[: len(_INDEX_MAGIC)] != _INDEX_MAGIC or len(content) < start:
+        raise DataError(
+            f"{name} does not begin with {_INDEX_MAGIC!r}: it is not a shard index. Prepare the data again."
+        )
+    documents, tokens, blocks = (int(v) for v in np.frombuffer(content, "<u8", _HEADER_WORDS, len(_INDEX_MAGIC)))
     expected = start + 8 * documents + HASH_BYTES * blocks
     if len(content) != expected:
         raise DataError(
@@ -178,7 +180,7 @@ def decode_index(content: bytes, name: str) -> ShardIndex:
 
 def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
     """Decode the index of a shard and check it against the manifest."""
-    index = decode_index(content, f"{info.name}.idx")
+    index = _decode_index(content, f"{info.name}.idx")
     blocks = -(-info.tok_bytes // BLOCK_BYTES)
     ends = index.ends
     if (
@@ -193,7 +195,7 @@ def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
     return index
 
 
-def encode_ids(ids: list[bytes]) -> bytes:
+def _encode_ids(ids: list[bytes]) -> bytes:
     return np.cumsum([len(i) for i in ids], dtype="<u8").tobytes() + b"".join(ids)
 
 

@@ -16,7 +16,7 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FileTail:
+class _FileTail:
     """The last bytes of a file, and the size of the file."""
 
     data: bytes
@@ -34,7 +34,7 @@ class SourceFile(Protocol):
         """Path or URL, for messages."""
         ...
 
-    def tail(self, length: int, deadline: ReadDeadline) -> FileTail: ...
+    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail: ...
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes: ...
 
@@ -63,10 +63,10 @@ class LocalFile:
         head = self.range(0, min(tail.size, _SAMPLE_BYTES), deadline)
         return hashlib.sha256(head + tail.data).hexdigest()
 
-    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
+    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
         size = self.size()
         start = max(0, size - length)
-        return FileTail(self.range(start, size - start, deadline), size)
+        return _FileTail(self.range(start, size - start, deadline), size)
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         try:
@@ -93,12 +93,12 @@ class HttpFile:
         self._client = client
         self._etag = ""
 
-    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
+    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
         body = self._client.tail(self.where, length, deadline)
         # A weak ETag, or one from the storage behind a hub, may differ between two servers of the same file.
         if not (self.immutable or body.etag.startswith("W/")):
             self._etag = body.etag
-        return FileTail(body.data, body.file_size)
+        return _FileTail(body.data, body.file_size)
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         return self._client.range(self.where, start, length, deadline, etag=self._etag)
@@ -112,10 +112,10 @@ class StoredFile:
         self.name = name
         self.where = f"{folder.url}/{name}"
 
-    def tail(self, length: int, deadline: ReadDeadline) -> FileTail:
+    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
         with self._folder.open_random(self.name) as file:
             size = file.size()
-            return FileTail(file.read_at(min(length, size), max(0, size - length)), size)
+            return _FileTail(file.read_at(min(length, size), max(0, size - length)), size)
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         with self._folder.open_random(self.name) as file:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection
 from html import unescape
 
-NOT_TEXT = frozenset({"script", "style", "template", "noscript", "svg", "nav", "select", "button", "head"})
+_NOT_TEXT = frozenset({"script", "style", "template", "noscript", "svg", "nav", "select", "button", "head"})
 """Elements without text to read; of the head, the title is kept on request."""
 _BLOCK_NAMES = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 pre table tr section article blockquote body title hr"
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
@@ -26,7 +26,7 @@ _RAW_ENDS = {name: re.compile(rf"</{name}\s*>", re.IGNORECASE) for name in ("scr
 _LONG_NUMBER = re.compile(r"&#[0-9]{20,}")  # beyond 4,300 digits `unescape` raises
 
 
-class ParagraphParser:
+class _ParagraphParser:
     """Collects text by paragraph and skips dropped elements, in time proportional to the length of the page.
 
     Python's HTMLParser searches the rest of the page for the end of every construct that has none. Here markup that is
@@ -152,13 +152,13 @@ def _unescape(text: str) -> str:
 def html_text(
     html: str,
     *,
-    dropped: Collection[str] = NOT_TEXT,
+    dropped: Collection[str] = _NOT_TEXT,
     dropped_classes: Collection[str] = (),
     dropped_characters: str = "",
     keep_title: bool = False,
 ) -> str:
     """The text of a page, paragraphs separated by an empty line; with `keep_title` it begins with the title."""
-    parser = ParagraphParser(dropped, dropped_classes)
+    parser = _ParagraphParser(dropped, dropped_classes)
     parser.parse(html)
     title = " ".join("".join(parser.title).split()) if keep_title else ""
     body = tidy("".join(parser.parts).translate({ord(character): None for character in dropped_characters}))
@@ -167,8 +167,8 @@ def html_text(
 
 def declared_charset(raw: bytes) -> str | None:
     """The charset that a page names in a <meta> element near its beginning."""
-    found = _CHARSET.search(raw[:_CHARSET_BYTES])
-    return found[1].decode("ascii", "replace") if found else None
+    match = _CHARSET.search(raw[:_CHARSET_BYTES])
+    return match[1].decode("ascii", "replace") if match else None
 
 
 def tidy(text: str) -> str:

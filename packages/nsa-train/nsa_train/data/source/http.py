@@ -30,12 +30,12 @@ class ServerUnreachable(DataError):
     """The server refused the request, or did not answer within the limits of the retry policy."""
 
 
-class ServerTimeout(ServerUnreachable, DataTimeout):
+class _ServerTimeout(ServerUnreachable, DataTimeout):
     """The server did not answer within the limits of the retry policy (as opposed to refusing)."""
 
 
 class _RetryableError(Exception):
-    """This attempt failed, another one may succeed. `after_s` is the server's Retry-After."""
+    """Failure of one attempt; another may succeed. `after_s` is the server's Retry-After."""
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -43,7 +43,7 @@ class _RetryableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseBody:
+class _ResponseBody:
     """Bytes, their offset in the file, and the size and ETag of the file."""
 
     data: bytes
@@ -83,10 +83,10 @@ class HttpClient:
             self._retry(attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received))
         return bytes(received)
 
-    def tail(self, url: str, length: int, deadline: ReadDeadline) -> ResponseBody:
+    def tail(self, url: str, length: int, deadline: ReadDeadline) -> _ResponseBody:
         """The last `length` bytes (or the whole of a shorter file) and the file's size, in one request."""
 
-        def attempt() -> ResponseBody:
+        def attempt() -> _ResponseBody:
             response = self._open(url, deadline, {"Range": f"bytes=-{length}"})
             received = bytearray()
             try:
@@ -96,9 +96,9 @@ class HttpClient:
                 self._receive(response, received, last - first + 1, deadline)
             finally:
                 _release(response, complete=False)
-            return ResponseBody(bytes(received), first, size, response.headers.get("ETag", ""))
+            return _ResponseBody(bytes(received), first, size, response.headers.get("ETag", ""))
 
-        body: ResponseBody = self._retry(attempt, f"{url} (last bytes)", deadline)
+        body: _ResponseBody = self._retry(attempt, f"{url} (last bytes)", deadline)
         return body
 
     def listing(self, url: str, deadline: ReadDeadline, max_bytes: int) -> tuple[bytes, str]:
@@ -138,7 +138,7 @@ class HttpClient:
             failures, before = (failures + 1, before) if now == before else (0, now)
             pause_s = max(self._retry_policy.pause_s(failures), min(after_s, self._retry_policy.backoff_max_s))
             if failures >= self._retry_policy.attempts or deadline.left_s() <= pause_s:
-                raise ServerTimeout(
+                raise _ServerTimeout(
                     f"{what} could not be read in {deadline.passed_s():.1f} s ({failures} attempts in a row without "
                     f"progress, limits: {self._retry_policy.attempts} attempts, {self._retry_policy.deadline_s:g} s; "
                     f"last: {why})"

@@ -157,10 +157,10 @@ class JsonlSource:
         except (ValueError, RecursionError) as error:
             raise CorruptUnit(f"a line is not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
-            found = (
+            content = (
                 f"its keys are {sorted(record)[:8]}" if isinstance(record, dict) else f"it is {type(record).__name__}"
             )
-            raise CorruptUnit(f"a line has no text under {self._columns.text!r}: {found}")
+            raise CorruptUnit(f"a line has no text under {self._columns.text!r}: {content}")
         # JSON can contain half a surrogate pair, which is not a character and has no UTF-8 encoding.
         text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return make_document(record.get(self._columns.id) if self._columns.id else None, text)

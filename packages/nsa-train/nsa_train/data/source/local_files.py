@@ -33,13 +33,13 @@ def list_local(spec: str, *, exclude: Path | None = None) -> LocalListing:
     path, left_out = Path(spec), ReadReport()
     root = local_root(spec)
     if path.is_dir():
-        found = list(_walk(path, exclude.resolve() if exclude is not None else None, left_out))
+        paths = list(_walk(path, exclude.resolve() if exclude is not None else None, left_out))
     else:
-        found = [path] if path.is_file() else [Path(p) for p in glob.glob(spec, recursive=True)]
-        _refuse_other_endings(spec, found)
-    if not found:
+        paths = [path] if path.is_file() else [Path(p) for p in glob.glob(spec, recursive=True)]
+        _refuse_other_endings(spec, paths)
+    if not paths:
         raise ConfigError(f"data source {spec!r} {_why_nothing(path, left_out)}")
-    files = [LocalFile(p.relative_to(root).as_posix(), p) for p in found]
+    files = [LocalFile(p.relative_to(root).as_posix(), p) for p in paths]
     return LocalListing(sorted(files, key=lambda file: file.name), left_out)
 
 
@@ -97,8 +97,8 @@ def _why_left_out(entry: os.DirEntry[str], path: Path) -> str | None:
     return UNREADABLE if kind in WHOLE_FILE_KINDS and not os.access(path, os.R_OK) else None
 
 
-def _refuse_other_endings(spec: str, found: list[Path]) -> None:
-    if other := [str(path) for path in found if file_kind(path.name) is None]:
+def _refuse_other_endings(spec: str, paths: list[Path]) -> None:
+    if other := [str(path) for path in paths if file_kind(path.name) is None]:
         raise ConfigError(
             f"data source {spec!r} matches {other[:3]}: files must end in {', '.join(SUFFIXES)}. Rename the file, or "
             "choose another pattern."
@@ -109,5 +109,5 @@ def _why_nothing(path: Path, left_out: ReadReport) -> str:
     endings = f"files must end in {', '.join(SUFFIXES)}"
     if not path.is_dir():
         return f"matches no file: {endings}. Check the path; a hub dataset id is written as owner/name."
-    reasons = [f"{found.count} {reason}, e.g. {found.first[0]!r}" for reason, found in left_out.skipped.items()]
+    reasons = [f"{entry.count} {reason}, e.g. {entry.first[0]!r}" for reason, entry in left_out.skipped.items()]
     return f"has no file to read ({'; '.join(reasons) or 'it is empty'}): {endings}. Check the path."

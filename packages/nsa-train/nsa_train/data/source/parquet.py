@@ -36,7 +36,7 @@ from nsa_train.data.source.file import SourceFile
 from nsa_train.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
 from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
 
-FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
+_FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
 _TAIL_BYTES = 256 * 1024
 _FOOTER_MAX_BYTES = 64 * 2**20  # about sixty times the footer of a FineWeb-Edu file
 _FOOTER_CACHE_BYTES = 256 * 2**20
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class ListedFile:
+class _ListedFile:
     """Listing entry of a parquet file; the footer itself is fetched again when it is needed."""
 
     size: int
@@ -53,7 +53,7 @@ class ListedFile:
     row_groups: int
 
 
-class ListingCache:
+class _ListingCache:
     """Cache on disk of what the footers of a large dataset contain.
 
     All of FineWeb-Edu is about 2,400 files with footers of about a megabyte: read once, not at every restart. Used only
@@ -66,11 +66,11 @@ class ListingCache:
         self._path = folder / f"listing-{key}.json"
         self._names = list(names)
 
-    def load(self) -> list[ListedFile] | None:
-        """None if there is no usable cache; a damaged one only makes the start slower."""
+    def load(self) -> list[_ListedFile] | None:
+        """The stored listing, or None if there is no usable one; a damaged one only makes the start slower."""
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-            files = [ListedFile(**entry) for entry in content["files"]]
+            files = [_ListedFile(**entry) for entry in content["files"]]
             sound = content["sha256"] == _digest(files) and len(files) == len(self._names)
         except FileNotFoundError:
             return None
@@ -79,7 +79,7 @@ class ListingCache:
             return None
         return files if sound else None
 
-    def save(self, files: Sequence[ListedFile]) -> None:
+    def save(self, files: Sequence[_ListedFile]) -> None:
         fix = "Set data.cache_dir to a writable folder, or leave it out."
         with storage_errors(f"listing cache {self._path} cannot be written", fix=fix):
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ class ListingCache:
             write_atomic(self._path, content, many_writers=True)
 
 
-def _digest(files: Sequence[ListedFile]) -> str:
+def _digest(files: Sequence[_ListedFile]) -> str:
     return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
 
 
@@ -112,7 +112,7 @@ class ParquetSource:
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
         self.bytes_read = 0
-        cache = ListingCache(cache_dir, [f.name for f in self._files], self._columns) if cache_dir else None
+        cache = _ListingCache(cache_dir, [f.name for f in self._files], self._columns) if cache_dir else None
         self._listed = (cache.load() if cache else None) or self._list_files()
         if cache:
             cache.save(self._listed)
@@ -163,28 +163,28 @@ class ParquetSource:
         def fetch(start: int, length: int) -> bytes:
             self.bytes_read += length
             chunk = self._files[file].range(start, length, deadline)
-            require_plausible_ratio(unpacked_bytes(chunk), len(chunk))
+            require_plausible_ratio(_unpacked_bytes(chunk), len(chunk))
             return chunk
 
-        return parse_row_group(RangeFile(fetch, self._listed[file].size), metadata, row_group, self._columns)
+        return _parse_row_group(_RangeFile(fetch, self._listed[file].size), metadata, row_group, self._columns)
 
     def _locate(self, index: int) -> tuple[int, int]:
         file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
         return file, index - int(self._first_unit[file])
 
-    def _list_files(self) -> list[ListedFile]:
-        all_listed: list[ListedFile] = []
+    def _list_files(self) -> list[_ListedFile]:
+        all_listed: list[_ListedFile] = []
         with ThreadPoolExecutor(MAX_PARALLEL) as pool:
             for index, (listed, metadata) in enumerate(pool.map(self._list_file, self._files)):
                 all_listed.append(listed)
                 self._cache_footer(index, metadata, listed.footer_bytes)
         return all_listed
 
-    def _list_file(self, file: SourceFile) -> tuple[ListedFile, Any]:
+    def _list_file(self, file: SourceFile) -> tuple[_ListedFile, Any]:
         deadline = ReadDeadline(self._retry_policy)
         try:
             tail = file.tail(_TAIL_BYTES, deadline)
-            length = footer_length(tail.data)
+            length = _footer_length(tail.data)
             if length > tail.size:
                 raise CorruptUnit(f"its footer claims {length} bytes, the file has {tail.size}")
             if length > _FOOTER_MAX_BYTES:
@@ -192,8 +192,8 @@ class ParquetSource:
             footer = tail.data[-length:]
             if length > len(tail.data):
                 footer = file.range(tail.size - length, length, deadline)
-            metadata = parse_footer(footer)
-            check_footer(metadata, self._columns)
+            metadata = _parse_footer(footer)
+            _check_footer(metadata, self._columns)
         except ServerUnreachable as error:
             kind = DataTimeout if isinstance(error, DataTimeout) else DataError
             raise kind(f"{file.where} could not be listed: {error}") from error
@@ -202,7 +202,7 @@ class ParquetSource:
                 f"{file.where} is not a usable parquet file: {error}. Without its footer the number of units and so "
                 "the global order is unknown. Download the file again or remove it."
             ) from error
-        return ListedFile(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
+        return _ListedFile(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
 
     def _metadata(self, file: int, deadline: ReadDeadline) -> Any:
         if file in self._footers:
@@ -212,7 +212,7 @@ class ParquetSource:
         footer = self._files[file].range(listed.size - listed.footer_bytes, listed.footer_bytes, deadline)
         if hashlib.sha256(footer).hexdigest() != listed.footer_sha256:
             raise CorruptUnit("its footer differs from the one listed at the start: the file has changed")
-        metadata = parse_footer(footer)
+        metadata = _parse_footer(footer)
         self._cache_footer(file, metadata, listed.footer_bytes)
         return metadata
 
@@ -228,21 +228,21 @@ class ParquetSource:
             self._cached_bytes -= self._footers.pop(file)[0]
 
 
-def footer_length(tail: bytes) -> int:
+def _footer_length(tail: bytes) -> int:
     """Length of the footer including its trailer, from the last bytes of a file."""
-    if len(tail) < FOOTER_TRAILER_BYTES or tail[-4:] != b"PAR1":
+    if len(tail) < _FOOTER_TRAILER_BYTES or tail[-4:] != b"PAR1":
         raise CorruptUnit(f"it is not a parquet file (last bytes {tail[-4:]!r})")
-    return int.from_bytes(tail[-8:-4], "little") + FOOTER_TRAILER_BYTES
+    return int.from_bytes(tail[-8:-4], "little") + _FOOTER_TRAILER_BYTES
 
 
-def parse_footer(footer: bytes) -> Any:
+def _parse_footer(footer: bytes) -> Any:
     import pyarrow.parquet as pq
 
     with _corruption_as_error("its footer cannot be parsed"):
         return pq.read_metadata(io.BytesIO(footer))
 
 
-def check_footer(metadata: Any, columns: DocumentColumns) -> None:
+def _check_footer(metadata: Any, columns: DocumentColumns) -> None:
     """Check columns, types and row counts. A footer has no checksum, so its numbers are compared with each other."""
     import pyarrow.types as types
 
@@ -261,7 +261,7 @@ def check_footer(metadata: Any, columns: DocumentColumns) -> None:
         raise CorruptUnit(f"its row groups have {rows} rows in total, its footer {metadata.num_rows}")
 
 
-def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
+def _parse_row_group(file: "_RangeFile", metadata: Any, row_group: int, columns: DocumentColumns) -> list[Document]:
     """The documents of a row group; one read of `file` per column. Page checksums are verified if present."""
     import pyarrow.parquet as pq
 
@@ -284,20 +284,20 @@ def parse_row_group(file: "RangeFile", metadata: Any, row_group: int, columns: D
 
 def _values(column: Any, packed: int) -> list[Any]:
     """The values of a column, read from so many bytes; equal texts of a dictionary are one object."""
-    found: list[Any] = []
+    cells: list[Any] = []
     length = 0
     for chunk in column.chunks:
         if not hasattr(chunk, "dictionary"):  # integers
-            found += chunk.to_pylist()
+            cells += chunk.to_pylist()
             continue
         values = chunk.dictionary.to_pylist()
-        found += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
-        length += sum(len(value) for value in found[len(found) - len(chunk) :] if value)
+        cells += [None if index is None else values[index] for index in chunk.indices.to_pylist()]
+        length += sum(len(value) for value in cells[len(cells) - len(chunk) :] if value)
         require_plausible_ratio(length, packed)
-    return found
+    return cells
 
 
-def unpacked_bytes(chunk: bytes) -> int:
+def _unpacked_bytes(chunk: bytes) -> int:
     """Size of the pages of a column chunk when they are decompressed, from the headers that the decompression obeys.
 
     A header is a struct of Thrift's compact protocol: field 2 is the size, field 3 the size in the file.
@@ -387,7 +387,7 @@ class _corruption_as_error:
             raise CorruptUnit(f"{self._what} ({type(error).__name__}: {error})") from error
 
 
-class RangeFile(io.RawIOBase):
+class _RangeFile(io.RawIOBase):
     """File object for pyarrow over `fetch(start, length)`. A `DataError` of `fetch` passes through unchanged."""
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nsa_train.data.source.kinds import FILE_KINDS
 
-SHOWN_NAMES = 5
+_SHOWN_NAMES = 5
 
 # Why something was not used, in the order of the table. Each counts files, unless it says otherwise.
 HIDDEN = "hidden (name starts with a dot)"
@@ -24,7 +24,7 @@ BINARY = "binary content"
 BAD_ENCODING = "unknown encoding"
 BAD_LINES = "bad JSON lines"
 DUPLICATES = "duplicate documents"
-SKIP_REASONS = (
+_SKIP_REASONS = (
     UNREADABLE, BINARY, BAD_ENCODING, BAD_LINES, EMPTY, EMPTY_RECORDS, DUPLICATES, UNKNOWN_ENDING, HIDDEN, FOLDER_LINK,
     NOT_A_FILE,
 )  # fmt: skip
@@ -39,12 +39,12 @@ class NamedCount:
 
     def add(self, names: list[str], count: int) -> None:
         self.count += count
-        self.first += names[: SHOWN_NAMES - len(self.first)]
+        self.first += names[: _SHOWN_NAMES - len(self.first)]
 
 
 @dataclass
 class KindCount:
-    """What was read from files of one kind."""
+    """Counts of what was read from files of one kind."""
 
     files: int = 0
     documents: int = 0
@@ -85,8 +85,8 @@ class ReadReport:
             for key in ("files", "documents", "characters", "tokens"):
                 setattr(total, key, getattr(total, key) + getattr(counted, key))
         for mine, theirs in ((self.skipped, other.skipped), (self.encodings, other.encodings)):
-            for key, found in theirs.items():
-                mine.setdefault(key, NamedCount()).add(found.first, found.count)
+            for key, entry in theirs.items():
+                mine.setdefault(key, NamedCount()).add(entry.first, entry.count)
 
     def total(self) -> KindCount:
         """All kinds together."""
@@ -96,10 +96,10 @@ class ReadReport:
         return whole.kind("")
 
     def as_json(self) -> dict[str, Any]:
-        """In a fixed order, for the same bytes whatever was read first."""
+        """The report as JSON in a fixed order, so that the bytes do not depend on what was read first."""
         return {
             "kinds": {kind: vars(self.kinds[kind]) for kind in FILE_KINDS if kind in self.kinds},
-            "skipped": {reason: vars(self.skipped[reason]) for reason in SKIP_REASONS if reason in self.skipped},
+            "skipped": {reason: vars(self.skipped[reason]) for reason in _SKIP_REASONS if reason in self.skipped},
             "encodings": {name: vars(self.encodings[name]) for name in sorted(self.encodings)},
         }
 
@@ -107,8 +107,8 @@ class ReadReport:
     def from_json(cls, content: Mapping[str, Any]) -> "ReadReport":
         return cls(
             {kind: KindCount(**counted) for kind, counted in content["kinds"].items()},
-            {reason: NamedCount(**found) for reason, found in content["skipped"].items()},
-            {name: NamedCount(**found) for name, found in content["encodings"].items()},
+            {reason: NamedCount(**entry) for reason, entry in content["skipped"].items()},
+            {name: NamedCount(**entry) for name, entry in content["encodings"].items()},
         )
 
 

@@ -1,14 +1,16 @@
 """Resolves `data.path` (folder, glob pattern, URLs, hub dataset id) to a document source."""
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from nsa.errors import ConfigError
-from nsa_train.data.document import DocumentColumns, DocumentSource
-from nsa_train.data.source.combined import CombinedSource
+from nsa_train.data.document import Document, DocumentColumns, DocumentSource, SourceUnit
 from nsa_train.data.source.file import HttpFile
 from nsa_train.data.source.http import HttpClient, ServerUnreachable
 from nsa_train.data.source.hub import HUB_ID, list_hub
@@ -58,8 +60,8 @@ def open_source(
         else:
             raise ConfigError(f"{specs} mixes URLs and local paths. Use one kind.")
         _refuse_duplicates([file.name for file in files])
-        kept = cache_dir if is_hub_id else None
-        return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=kept)
+        listing_cache = cache_dir if is_hub_id else None
+        return ParquetSource(files, retry_policy, client=client, columns=columns, cache_dir=listing_cache)
     listings = [list_local(one) for one in specs]
     for one, listing in zip(specs, listings, strict=True):
         _log_left_out(one, listing)
@@ -90,7 +92,7 @@ def _is_hub_id(spec: str) -> bool:
 
 def combine(parts: Sequence[DocumentSource]) -> DocumentSource:
     """One source of several kinds; a single one is returned as it is, with its own fingerprint."""
-    return parts[0] if len(parts) == 1 else CombinedSource(parts)
+    return parts[0] if len(parts) == 1 else _CombinedSource(parts)
 
 
 def open_local(
@@ -113,8 +115,8 @@ def open_local(
 
 
 def _log_left_out(spec: str, listing: LocalListing) -> None:
-    for reason, found in listing.left_out.skipped.items():
-        _log.info("%s: %d left out, %s (e.g. %r)", spec, found.count, reason, found.first[0])
+    for reason, entry in listing.left_out.skipped.items():
+        _log.info("%s: %d left out, %s (e.g. %r)", spec, entry.count, reason, entry.first[0])
 
 
 def _refuse_duplicates(names: list[str]) -> None:
@@ -122,3 +124,36 @@ def _refuse_duplicates(names: list[str]) -> None:
         raise ConfigError(
             f"{twice[0]!r} occurs twice in the data source: its documents would be trained on twice. Remove one."
         )
+
+
+class _CombinedSource:
+    """Several sources as one, for folders with files of several kinds: their units one after another."""
+
+    def __init__(self, parts: Sequence[DocumentSource]) -> None:
+        self._parts = list(parts)
+        self._first_unit = np.concatenate([[0], np.cumsum([len(part) for part in self._parts])]).astype(int)
+        self.fingerprint = hashlib.sha256("\n".join(part.fingerprint for part in self._parts).encode()).hexdigest()
+
+    @property
+    def retries(self) -> int:
+        return sum(part.retries for part in self._parts)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(part.bytes_read for part in self._parts)
+
+    def __len__(self) -> int:
+        return int(self._first_unit[-1])
+
+    def unit(self, index: int) -> SourceUnit:
+        part, inside = self._locate(index)
+        unit = part.unit(inside)
+        return SourceUnit(index, unit.file, unit.part)
+
+    def read(self, index: int) -> list[Document]:
+        part, inside = self._locate(index)
+        return part.read(inside)
+
+    def _locate(self, index: int) -> tuple[DocumentSource, int]:
+        part = int(np.searchsorted(self._first_unit, index, side="right")) - 1
+        return self._parts[part], index - int(self._first_unit[part])

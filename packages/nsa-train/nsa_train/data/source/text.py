@@ -23,7 +23,7 @@ from nsa_train.data.source.text_encoding import (
     find_encoding,
 )
 
-MAX_FILE_BYTES = 2**28
+_MAX_FILE_BYTES = 2**28
 """A document is tokenized as a whole, which takes many times its size in memory."""
 
 
@@ -47,7 +47,7 @@ class TextFileSource:
         columns: DocumentColumns | None = None,
         fallback_encoding: str = DEFAULT_FALLBACK,
         report: ReadReport | None = None,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        max_file_bytes: int = _MAX_FILE_BYTES,
     ) -> None:
         self.files = list(files)
         self._ids_from_text = columns is not None and columns.id is None

@@ -45,19 +45,19 @@ class DecodedText:
 def find_encoding(name: str) -> str | None:
     """Python's name of a text encoding; None if there is none. Browsers read Latin-1 as Windows-1252, and so do we."""
     try:
-        found = codecs.lookup(name.strip()).name
+        codec = codecs.lookup(name.strip()).name
     except (LookupError, ValueError):
         return None
-    if found in ("iso8859-1", "ascii"):
+    if codec in ("iso8859-1", "ascii"):
         return DEFAULT_FALLBACK
-    return found if found.startswith(_FAMILIES) and found != "utf-7" else None
+    return codec if codec.startswith(_FAMILIES) and codec != "utf-7" else None
 
 
 def require_encoding(name: str) -> str:
     """`find_encoding`, for a name that a user gave."""
-    if (found := find_encoding(name)) is None:
+    if (encoding := find_encoding(name)) is None:
         raise ConfigError(f"encoding {name!r} is not known. Use e.g. cp1252, iso8859-15, cp1251, shift_jis or gb18030.")
-    return found
+    return encoding
 
 
 def decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str | None = None) -> DecodedText:

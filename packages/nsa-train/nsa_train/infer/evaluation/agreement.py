@@ -25,7 +25,7 @@ class AgreementSums:
     own: LossSums
     reference: LossSums
     difference: LossSums
-    """Of the losses, own minus reference; its hits are tokens where both have the same most likely token."""
+    """Difference of the losses, own minus reference; its hits are tokens where both have the same most likely token."""
     divergence: LossSums
     """KL(reference ‖ own); its hits mean nothing."""
 
@@ -79,7 +79,7 @@ def compared_tokens(
 ) -> tuple[AgreementScores, Tensor, Tensor]:
     """Scores, labels and positions [B, S] of a batch, from the last hidden states of both models."""
     labels_BS = next_token_labels(batch)
-    found = linear_agreement(
+    agreement = linear_agreement(
         hidden_BSD.flatten(0, 1),
         model.lm_head.weight,
         reference_BSD.flatten(0, 1),
@@ -90,8 +90,8 @@ def compared_tokens(
     def by_row(values: Tensor) -> Tensor:
         return values.view(labels_BS.shape).cpu()
 
-    own, reference_scores = (TokenScores(*map(by_row, part)) for part in (found.own, found.reference))
-    scores_BS = AgreementScores(own, reference_scores, by_row(found.same_top), by_row(found.divergence))
+    own, reference_scores = (TokenScores(*map(by_row, part)) for part in (agreement.own, agreement.reference))
+    scores_BS = AgreementScores(own, reference_scores, by_row(agreement.same_top), by_row(agreement.divergence))
     return scores_BS, labels_BS, positions_in_documents(batch)
 
 

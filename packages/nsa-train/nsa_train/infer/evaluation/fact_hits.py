@@ -10,7 +10,7 @@ class HitCounts:
 
     questions: int = 0
     hits: int = 0
-    """Questions whose fact lies in a chosen block."""
+    """Questions whose fact lies in a selected block."""
     right: int = 0
     right_if_hit: int = 0
 
@@ -41,10 +41,10 @@ class FactHits:
     by_layer: list[HitCounts] = field(default_factory=list)
     any_layer: HitCounts = field(default_factory=HitCounts)
 
-    def add(self, chosen_by_layer: Sequence[Collection[int]], fact_blocks: set[int], right: bool) -> None:
-        """One question: the blocks that each layer chose, those that hold the fact, and whether the answer is right."""
-        self.by_layer = self.by_layer or [HitCounts() for _ in chosen_by_layer]
-        hits = [not fact_blocks.isdisjoint(blocks) for blocks in chosen_by_layer]
+    def add(self, selected_by_layer: Sequence[Collection[int]], fact_blocks: set[int], right: bool) -> None:
+        """Count a question: the blocks that each layer selected, those of the fact, and whether the answer is right."""
+        self.by_layer = self.by_layer or [HitCounts() for _ in selected_by_layer]
+        hits = [not fact_blocks.isdisjoint(blocks) for blocks in selected_by_layer]
         for counts, hit in zip(self.by_layer, hits, strict=True):
             counts.add(hit, right)
         self.any_layer.add(any(hits), right)

@@ -28,15 +28,15 @@ class FarCell:
     answer_nats: float
     """Negative log-likelihood of the right answer, mean."""
     needle: FactHits = field(default_factory=FactHits)
-    """Whether the prompt's last token chose a block of the needle; an answer is right if it is the most likely one."""
+    """Hits of the prompt's last token on blocks of the needle; an answer is right if it is the most likely one."""
 
     def as_record(self) -> dict[str, Any]:
-        found = self.needle.any_layer
+        any_layer = self.needle.any_layer
         selection = {
             "needle_hit_by_layer": [counts.hit_rate for counts in self.needle.by_layer],
-            "needle_hit": found.hit_rate,
-            "accuracy_if_hit": found.accuracy_if_hit,
-            "accuracy_if_missed": found.accuracy_if_missed,
+            "needle_hit": any_layer.hit_rate,
+            "accuracy_if_hit": any_layer.accuracy_if_hit,
+            "accuracy_if_missed": any_layer.accuracy_if_missed,
         }
         return (
             {name: value for name, value in asdict(self).items() if name != "needle"}
@@ -44,9 +44,9 @@ class FarCell:
             | {
                 "chance": 1 / self.candidates,
                 "accuracy": self.chosen / self.examples,
-                "accuracy_interval": list(wilson_interval(self.chosen, self.examples)),
+                "accuracy_interval": list(_wilson_interval(self.chosen, self.examples)),
                 "exact_match": self.exact / self.examples,
-                "exact_match_interval": list(wilson_interval(self.exact, self.examples)),
+                "exact_match_interval": list(_wilson_interval(self.exact, self.examples)),
             }
         )
 
@@ -62,12 +62,12 @@ def evaluate_far_task(
     limit: int,
     seed: int = 0,
     l_sel: int = 1,
-    chosen_by_layer: Callable[[], Sequence[set[int]]] = lambda: (),
+    selected_by_layer: Callable[[], Sequence[set[int]]] = lambda: (),
     after_example: Callable[[], None] = lambda: None,
 ) -> list[FarCell]:
     """`limit` examples for every length and depth.
 
-    chosen_by_layer: called after each example, the blocks of l_sel tokens that the prompt's last token chose.
+    selected_by_layer: called after each example, the blocks of l_sel tokens that the prompt's last token selected.
     """
     cells = []
     for length in lengths:
@@ -78,7 +78,7 @@ def evaluate_far_task(
                     task, hay, lambda text: len(encode(text)), length=length, depth=depth, number=number, seed=seed
                 )
                 outcomes.append(score_example(example, scorer, encode))
-                needle.add(chosen_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
+                needle.add(selected_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
                 candidates = len(example.candidates)
                 after_example()
             chosen, exact = sum(each.chosen for each in outcomes), sum(each.exact for each in outcomes)
@@ -87,7 +87,7 @@ def evaluate_far_task(
     return cells
 
 
-def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
+def _wilson_interval(hits: int, trials: int) -> tuple[float, float]:
     """95 % confidence interval of a share; also good near 0 and 1, and for few trials."""
     share, z2 = hits / trials, _Z**2
     middle = (share + z2 / (2 * trials)) / (1 + z2 / trials)

@@ -21,9 +21,9 @@ from typing import NamedTuple
 from nsa.errors import ConfigError
 from nsa_train.infer.evaluation.hay import HayText
 
-CANDIDATES = 8
+_CANDIDATES = 8
 CHAINS, HOPS = 4, 3
-PAIRS = 16
+_PAIRS = 16
 _SENTENCE_ENDS = (".", "!", "?", ":")
 _BACK_TO_SENTENCE = 40
 """Words that a hidden sentence is moved back at most, to stand between two sentences of the hay; a tenth of all at
@@ -40,11 +40,11 @@ pigeon pillow rabbit raven saddle sailor sparrow spider temple thistle tiger tun
 """
 _ADJECTIVES, _NOUNS = _ADJECTIVE_LIST.split(), _NOUN_LIST.split()
 
-CountTokens = Callable[[str], int]
+_CountTokens = Callable[[str], int]
 
 
-class TaskText(NamedTuple):
-    """What a task hides and asks, without the hay."""
+class _TaskText(NamedTuple):
+    """Sentences that a task hides, and its question, without the hay."""
 
     groups: tuple[tuple[str, ...], ...]
     """Sentences to hide, in the order they must keep within a group. The first of group 0 goes to the asked depth."""
@@ -65,35 +65,35 @@ class FarExample:
     needle: str
     """The first sentence that leads to the answer."""
     needle_at: int
-    """Where it begins in the prompt, in characters."""
+    """Place in the prompt at which it begins, in characters."""
 
 
 def make_example(
-    task: str, hay: HayText, count_tokens: CountTokens, *, length: int, depth: float, number: int, seed: int = 0
+    task: str, hay: HayText, count_tokens: _CountTokens, *, length: int, depth: float, number: int, seed: int = 0
 ) -> FarExample:
-    """Example `number`: as many words of hay as fit into `length` tokens, the answer included."""
+    """Make example `number`, with as many words of hay as fit into `length` tokens, the answer included."""
     digest = hashlib.blake2b(repr((task, length, depth, number, seed)).encode(), digest_size=8).digest()
     draw = random.Random(int.from_bytes(digest, "big"))
     start = draw.randrange(len(hay.words))
     words = hay.piece(start, length)
-    made = FAR_TASKS[task](_Names(draw, hay.name, " ".join(words)))
-    fractions = [sorted(draw.random() for _ in group) for group in made.groups]
-    fractions[0] = sorted([depth, *(draw.uniform(depth, 1.0) for _ in made.groups[0][1:])])
+    text = FAR_TASKS[task](_Names(draw, hay.name, " ".join(words)))
+    fractions = [sorted(draw.random() for _ in group) for group in text.groups]
+    fractions[0] = sorted([depth, *(draw.uniform(depth, 1.0) for _ in text.groups[0][1:])])
 
     def assembled(n_words: int) -> tuple[str, int]:
-        body, needle_at = _hide(words[:n_words], made.groups, fractions)
-        return body + made.question, needle_at
+        body, needle_at = _hide(words[:n_words], text.groups, fractions)
+        return body + text.question, needle_at
 
     def fits(n_words: int) -> bool:
-        return count_tokens(assembled(n_words)[0] + made.answer) <= length
+        return count_tokens(assembled(n_words)[0] + text.answer) <= length
 
     if not fits(0):
         raise ConfigError(
-            f"{task} needs {count_tokens(assembled(0)[0] + made.answer)} tokens without any hay and the length is "
+            f"{task} needs {count_tokens(assembled(0)[0] + text.answer)} tokens without any hay and the length is "
             f"{length}. Give a larger one to --lengths."
         )
     prompt, needle_at = assembled(_largest(fits, length))
-    return FarExample(task, length, depth, prompt, made.answer, made.candidates, made.groups[0][0], needle_at)
+    return FarExample(task, length, depth, prompt, text.answer, text.candidates, text.groups[0][0], needle_at)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
@@ -141,7 +141,7 @@ class _Names:
 
     def __init__(self, draw: random.Random, source: str, text: str) -> None:
         self.draw, self._source, self._text = draw, source, text
-        self._given: set[str] = set()
+        self._words: set[str] = set()
 
     def name(self) -> str:
         return self._new(lambda: f"{self.draw.choice(_ADJECTIVES)} {self.draw.choice(_NOUNS)}")
@@ -154,33 +154,33 @@ class _Names:
 
     def _new(self, make: Callable[[], str]) -> str:
         for _ in range(1000):
-            made = make()
-            if made not in self._given and made not in self._text:
-                self._given.add(made)
-                return made
+            word = make()
+            if word not in self._words and word not in self._text:
+                self._words.add(word)
+                return word
         raise ConfigError(f"{self._source} holds all of 1,000 drawn names or numbers. Give another text as --hay.")
 
 
-def _needle(names: _Names) -> TaskText:
+def _needle(names: _Names) -> _TaskText:
     return _needles(names, keys=1)
 
 
-def _needle_multikey(names: _Names) -> TaskText:
-    return _needles(names, keys=CANDIDATES)
+def _needle_multikey(names: _Names) -> _TaskText:
+    return _needles(names, keys=_CANDIDATES)
 
 
-def _needles(names: _Names, keys: int) -> TaskText:
-    """With fewer keys than candidates, the others are numbers that do not occur."""
+def _needles(names: _Names, keys: int) -> _TaskText:
+    """Hide a number for each key. With fewer keys than candidates, the others are numbers that do not occur."""
     asked = names.name()
     others = [names.name() for _ in range(keys - 1)]
-    numbers = [names.number() for _ in range(CANDIDATES)]
+    numbers = [names.number() for _ in range(_CANDIDATES)]
     fact = "The secret number of the {} is"
     sentences = [(f"{fact.format(name)} {value}.",) for name, value in zip([asked, *others], numbers, strict=False)]
     question = f"\n\nWhat is the secret number of the {asked}? {fact.format(asked)}"
     return _task(names, sentences, question, [f" {value}." for value in numbers])
 
 
-def _variable_tracking(names: _Names) -> TaskText:
+def _variable_tracking(names: _Names) -> _TaskText:
     chains, numbers, asked = [], [], ""
     for _ in range(CHAINS):
         variables, value = [names.code() for _ in range(HOPS + 1)], names.number()
@@ -192,8 +192,8 @@ def _variable_tracking(names: _Names) -> TaskText:
     return _task(names, chains, question, [f" {value}." for value in numbers])
 
 
-def _associative_recall(names: _Names) -> TaskText:
-    pairs = [(names.code(), names.number()) for _ in range(PAIRS)]
+def _associative_recall(names: _Names) -> _TaskText:
+    pairs = [(names.code(), names.number()) for _ in range(_PAIRS)]
     lines = [f"{key} = {value}\n" for key, value in pairs]
     asked, _ = pairs[0]
     numbers = [f" {value}\n" for _, value in pairs]
@@ -201,12 +201,12 @@ def _associative_recall(names: _Names) -> TaskText:
     return _task(names, [("\n" + "".join(lines),)], f"\n\n{asked} =", numbers)
 
 
-def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answers: Sequence[str]) -> TaskText:
+def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answers: Sequence[str]) -> _TaskText:
     """The first of `answers` is the right one."""
-    return TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
+    return _TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
 
 
-FAR_TASKS: dict[str, Callable[[_Names], TaskText]] = {
+FAR_TASKS: dict[str, Callable[[_Names], _TaskText]] = {
     "needle": _needle,
     "needle_multikey": _needle_multikey,
     "variable_tracking": _variable_tracking,

@@ -73,10 +73,10 @@ def hay_of_file(path: Path) -> HayText:
 
 
 def hay_of_texts(name: str, texts: Iterable[str]) -> HayText:
-    kept, size = list[str](), 0
+    parts, size = list[str](), 0
     for text in texts:
-        kept.append(text)
+        parts.append(text)
         size += len(text)
         if size >= MOST_CHARACTERS:
             break
-    return HayText(name, "\n".join(kept))
+    return HayText(name, "\n".join(parts))

@@ -23,17 +23,17 @@ from nsa_train.infer.load_model import LoadedModel
 from nsa_train.train import datasets
 from nsa_train.train.held_out_loss import LossSums, ScoreTokens, batch_inputs
 
-DEFAULT_ROWS = 256
+_DEFAULT_ROWS = 256
 
 
-def held_out_data(loaded: LoadedModel, given: str | None, seq_len: int | None) -> RowData:
-    """Rows that training never saw: the held-out split of the run, or of `given`.
+def held_out_data(loaded: LoadedModel, source: str | None, seq_len: int | None) -> RowData:
+    """Rows that training never saw: the held-out split of the run, or `source`.
 
-    given: a prepared set, of which the validation split is read, or documents, which are read whole.
+    source: a prepared set, of which the validation split is read, or documents, which are read whole.
     """
     checkpoint = loaded.source.path
-    if given is not None:
-        return _given_data(given, loaded, seq_len or loaded.trained_length)
+    if source is not None:
+        return _data_at(source, loaded, seq_len or loaded.trained_length)
     if names.step_of(checkpoint.name) is None:
         raise ConfigError(f"{checkpoint} does not say which data it was trained on. Give held-out data with --data.")
     trained = open_trained_model(checkpoint)
@@ -43,14 +43,14 @@ def held_out_data(loaded: LoadedModel, given: str | None, seq_len: int | None) -
     return replace(data, seq_len=seq_len) if seq_len else data
 
 
-def _given_data(given: str, loaded: LoadedModel, seq_len: int) -> RowData:
+def _data_at(source: str, loaded: LoadedModel, seq_len: int) -> RowData:
     folder = loaded.source.path if loaded.source.path.is_dir() else loaded.source.path.parent
     if not (folder / names.TOKENIZER).is_file():
         raise ConfigError(f"{folder} has no {names.TOKENIZER}, so --data cannot be read. Evaluate the run's own data.")
     tokenizer = str(folder)
-    if "://" in given or (Path(given) / MANIFEST_NAME).is_file():
-        return PreparedData(given, seq_len, split=VALIDATION, shuffle=False, max_epochs=1, tokenizer=tokenizer)
-    return DirectData(given, tokenizer, seq_len, at_end="stop")
+    if "://" in source or (Path(source) / MANIFEST_NAME).is_file():
+        return PreparedData(source, seq_len, split=VALIDATION, shuffle=False, max_epochs=1, tokenizer=tokenizer)
+    return DirectData(source, tokenizer, seq_len, at_end="stop")
 
 
 def rows_of(data: RowData, most: int | None) -> Iterator[Batch]:
@@ -81,11 +81,11 @@ def model_token_scores(model: NSAForCausalLM) -> ScoreTokens:
 
 
 def last_hidden_states(model: NSAForCausalLM, batch: Batch) -> Tensor:
-    """What the head of the model reads [B, S, D]; documents of a row are separate."""
+    """Hidden states [B, S, D] that the head of the model reads; documents of a row are separate."""
     tokens_BS, cu_doc_lens = batch_inputs(batch)
     cu_doc_lens = None if cu_doc_lens is None else cu_doc_lens.to(model.device)
-    made = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)
-    hidden_BSD: Tensor = made.last_hidden_state
+    outputs = model.model(input_ids=tokens_BS.to(model.device), cu_seq_lens_q=cu_doc_lens, use_cache=False)
+    hidden_BSD: Tensor = outputs.last_hidden_state
     return hidden_BSD
 
 

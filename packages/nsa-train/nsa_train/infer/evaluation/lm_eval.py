@@ -21,7 +21,7 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa_train.infer.load_model import LoadedModel, load_model
 from nsa_train.observe.evaluations import LM_EVAL
 
-MODEL_TYPE = "nsa"
+_MODEL_TYPE = "nsa"
 _OURS = ("--model", "-M", "--tasks", "-t", "--config", "-C")
 """Options that `nsa eval` sets itself."""
 _ENDLESS = ("ruler_vt", "ruler", "longcxt")
@@ -34,7 +34,7 @@ _loaded: dict[str, LoadedModel] = {}
 """Models that this process has loaded already, by the path they are known by here."""
 
 
-@register_model(MODEL_TYPE)
+@register_model(_MODEL_TYPE)
 class NSAHarnessModel(HFLM):
     """The harness's Transformers adapter over a model that is verified as `nsa generate` does it."""
 
@@ -45,7 +45,7 @@ class NSAHarnessModel(HFLM):
         self._loaded = loaded
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """As the harness does it, system messages left out where the template refuses them, but with limits."""
+        """Render a chat within limits, without system messages if the template refuses them, as the harness does."""
         settings = dict(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -68,29 +68,29 @@ def evaluate_with_harness(loaded: LoadedModel, tasks: str, words: Sequence[str])
     for word in words:
         if word.partition("=")[0] in _OURS:
             raise ConfigError(f"{word} is set by `nsa eval`. Use `python -m {__name__} run …` to set it yourself.")
-    require_finite(tasks.split(","), loaded)
+    _require_finite(tasks.split(","), loaded)
     path = str(loaded.source.path)
     with tempfile.TemporaryDirectory(prefix="nsa-lm-eval-") as folder:
         # RULER loads the tokenizer of its documents by name, and would trust code in a folder that is not ours.
         loaded.tokenizer.save_pretrained(f"{folder}/tokenizer")
         arguments = json.dumps({"pretrained": path, "tokenizer": f"{folder}/tokenizer"})
-        given = ["--output_path", f"{folder}/results", *words]
+        options = ["--output_path", f"{folder}/results", *words]
         _loaded[path] = loaded
         try:
             with redirect_stdout(sys.stderr):
-                _run_command(["run", "--model", MODEL_TYPE, "--model_args", arguments, "--tasks", tasks, *given])
+                _run_command(["run", "--model", _MODEL_TYPE, "--model_args", arguments, "--tasks", tasks, *options])
         finally:
             del _loaded[path]
-        out = Path(given[len(given) - 1 - given[::-1].index("--output_path") + 1])
+        out = Path(options[len(options) - 1 - options[::-1].index("--output_path") + 1])
         return _read_results(out)
 
 
-def require_finite(tasks: Sequence[str], loaded: LoadedModel) -> None:
+def _require_finite(tasks: Sequence[str], loaded: LoadedModel) -> None:
     """Raise for RULER's variable tracking with a tokenizer of about one token per character: it would never end."""
     n_tokens = len(loaded.encode([_SAMPLE])[0])
-    if n_tokens > 0.8 * len(_SAMPLE) and (found := sorted({*tasks} & {*_ENDLESS})):
+    if n_tokens > 0.8 * len(_SAMPLE) and (endless := sorted({*tasks} & {*_ENDLESS})):
         raise ConfigError(
-            f"{found[0]} does not end with a byte tokenizer: RULER's variable tracking retries until its worked "
+            f"{endless[0]} does not end with a byte tokenizer: RULER's variable tracking retries until its worked "
             f"example has at most 500 tokens, and as bytes it never has. Leave it out (the tasks that need no download "
             f"are niah_single_1, niah_multikey_2, niah_multikey_3, ruler_cwe, ruler_fwe), or use `nsa eval --tasks "
             f"variable_tracking`."
@@ -118,14 +118,14 @@ def _read_results(folder: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"the harness wrote no results to {folder}. See its messages above.")
     content = json.loads(files[-1].read_text(encoding="utf-8"))
     shots, samples = content.get("n-shot", {}), content.get("n-samples", {})
-    found = {}
+    results = {}
     for task, values in content["results"].items():
         metrics = {name: v for name, v in values.items() if type(v) in (int, float) and name != "sample_len"}
         metrics = {name: v for name, v in metrics.items() if not (name[:1].isdigit() and v == _NOT_RUN)}
         settings = {"lm_eval": content.get("lm_eval_version"), "num_fewshot": shots.get(task),
                     "samples": (samples.get(task) or {}).get("effective")}  # fmt: skip
-        found[f"{LM_EVAL}{task}"] = {"settings": settings, "metrics": metrics}
-    return found
+        results[f"{LM_EVAL}{task}"] = {"settings": settings, "metrics": metrics}
+    return results
 
 
 def main() -> None:

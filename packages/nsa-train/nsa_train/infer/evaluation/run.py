@@ -36,26 +36,26 @@ from nsa_train.infer.load_model import LoadedModel, ModelSource
 from nsa_train.observe.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
 from nsa_train.train.held_out_loss import held_out_loss
 
-COMPARISONS = (AGREEMENT, LAYERS)
+_COMPARISONS = (AGREEMENT, LAYERS)
 """Tasks that need a reference model."""
-TASKS = (HELD_OUT, SELECTION, *COMPARISONS, *FAR_TASKS)
-_ON_ROWS = {HELD_OUT, SELECTION, *COMPARISONS}
-SELECTION_ROWS = 32
-"""At most: dense attention is computed beside the model's own."""
-SHORTEST = 1024
+_TASKS = (HELD_OUT, SELECTION, *_COMPARISONS, *FAR_TASKS)
+_ON_ROWS = {HELD_OUT, SELECTION, *_COMPARISONS}
+_SELECTION_ROWS = 32
+"""Most rows of the task: dense attention is computed beside the model's own."""
+_SHORTEST = 1024
 """Default length of far tasks for models that were trained on shorter rows: all tasks fit."""
-BUILT_IN_HAY = "built-in"
+_BUILT_IN_HAY = "built-in"
 
-Progress = Callable[[str, int, int | None], None]
-"""Called with the task, how much of it is done, and of how much; None if that is not known."""
+_Progress = Callable[[str, int, int | None], None]
+"""Callback with the task, how much of it is done, and of how much; None if that is not known."""
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate. None: a default that depends on the model."""
+    """Tasks to evaluate and their options. None: a default that depends on the model."""
 
     tasks: Sequence[str] | None = None
-    """None: all that the model's source allows."""
+    """Tasks to run; None: all that the model's source allows."""
     lengths: Sequence[int] | None = None
     """Tokens of far tasks, the answer included; default the length of the rows in training."""
     depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -75,22 +75,22 @@ class EvaluationRequest:
     """Text of far tasks: a file, or `built-in`; default the held-out documents if they are text."""
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks or () if task not in TASKS]
+        unknown = [task for task in self.tasks or () if task not in _TASKS]
         if unknown:
-            raise ConfigError(f"unknown task {unknown[0]!r}. The tasks are {', '.join(TASKS)}.")
+            raise ConfigError(f"unknown task {unknown[0]!r}. The tasks are {', '.join(_TASKS)}.")
         if any(not 0 <= depth <= 1 for depth in self.depths) or not self.depths:
             raise ConfigError("--depths takes percentages from 0 to 100, e.g. 0,50,100.")
         if any(length < 1 for length in self.lengths or ()) or self.limit < 1 or self.layer_rows < 1:
             raise ConfigError("--lengths, --limit and --layer-rows must be 1 or more.")
 
-    def with_reference(self, given: bool) -> Sequence[str]:
+    def with_reference(self, has_reference: bool) -> Sequence[str]:
         """The tasks to run; raises if one needs a reference model that was not given."""
-        missing = [task for task in self.tasks or () if task in COMPARISONS and not given]
+        missing = [task for task in self.tasks or () if task in _COMPARISONS and not has_reference]
         if missing:
             raise ConfigError(
                 f"task {missing[0]} compares two models and one was given. Name the dense model with --against."
             )
-        return self.tasks or [task for task in TASKS if given or task not in COMPARISONS]
+        return self.tasks or [task for task in _TASKS if has_reference or task not in _COMPARISONS]
 
 
 def evaluate_model(
@@ -98,7 +98,7 @@ def evaluate_model(
     request: EvaluationRequest,
     *,
     reference: LoadedModel | None = None,
-    progress: Progress = lambda task, done, total: None,
+    progress: _Progress = lambda task, done, total: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Results by task. `reference`: the model to compare with. `note` is called with what was left out, and why."""
@@ -123,7 +123,7 @@ def evaluate_model(
         far = []
     if far:
         results |= _far_tasks(loaded, reference, far, data, request, progress)
-    return {task: results[task] for task in TASKS if task in results}
+    return {task: results[task] for task in _TASKS if task in results}
 
 
 def _far_tasks(
@@ -132,10 +132,10 @@ def _far_tasks(
     far: Sequence[str],
     data: RowData | None,
     request: EvaluationRequest,
-    progress: Progress,
+    progress: _Progress,
 ) -> dict[str, dict[str, Any]]:
     hay = _find_hay(loaded, data, request)
-    lengths = request.lengths or (max(SHORTEST, loaded.trained_length),)
+    lengths = request.lengths or (max(_SHORTEST, loaded.trained_length),)
     models = [loaded] if reference is None else [loaded, reference]
     total = len(lengths) * len(request.depths) * request.limit * len(models)
     results = {}
@@ -154,7 +154,7 @@ def _far_tasks(
                 limit=request.limit,
                 seed=request.seed,
                 l_sel=model.model.config.l_sel,
-                chosen_by_layer=lambda: scorer.chosen_by_layer,
+                selected_by_layer=lambda: scorer.selected_by_layer,
                 after_example=after_example,
             )
 
@@ -171,8 +171,8 @@ def _far_tasks(
 def _against_cell(cell: FarCell, name: str) -> dict[str, Any]:
     """Outcomes of the reference at the same examples."""
     record = cell.as_record()
-    kept = ("accuracy", "accuracy_interval", "exact_match", "exact_match_interval", "answer_nats")
-    return {"against": name} | {f"against_{key}": record[key] for key in kept}
+    keys = ("accuracy", "accuracy_interval", "exact_match", "exact_match_interval", "answer_nats")
+    return {"against": name} | {f"against_{key}": record[key] for key in keys}
 
 
 def _beside(
@@ -181,7 +181,7 @@ def _beside(
     data: RowData,
     request: EvaluationRequest,
     tasks: Sequence[str],
-    progress: Progress,
+    progress: _Progress,
     note: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Held-out loss of both models and their agreement, in one pass; then the harm of single layers."""
@@ -204,7 +204,7 @@ def _beside(
 
 
 def _agreement(
-    loaded: LoadedModel, reference: LoadedModel, data: RowData, rows: int | None, progress: Progress
+    loaded: LoadedModel, reference: LoadedModel, data: RowData, rows: int | None, progress: _Progress
 ) -> AgreementSums:
     sums = agreement_with(
         loaded.model,
@@ -219,15 +219,15 @@ def _agreement(
 
 
 def _layers(
-    loaded: LoadedModel, reference: LoadedModel, data: RowData, request: EvaluationRequest, progress: Progress
+    loaded: LoadedModel, reference: LoadedModel, data: RowData, request: EvaluationRequest, progress: _Progress
 ) -> dict[str, Any]:
     most = request.layer_rows if request.rows is None else min(request.rows, request.layer_rows)
     rows = list(rows_of(data, most))
     if not rows:
         raise _no_rows(data)
     after_pass = _TaskProgress(progress, LAYERS, passes_over_rows(loaded.model, reference.model))
-    found = harmful_layers(loaded.model, reference.model, rows, after_pass)
-    return layers_record(found, str(data), data.seq_len, len(rows), _name(reference))
+    harm = harmful_layers(loaded.model, reference.model, rows, after_pass)
+    return layers_record(harm, str(data), data.seq_len, len(rows), _name(reference))
 
 
 def _name(loaded: LoadedModel) -> str:
@@ -235,7 +235,7 @@ def _name(loaded: LoadedModel) -> str:
 
 
 def results_folder(source: ModelSource) -> Path:
-    """Where results of a model belong: its run folder, or the exported folder itself."""
+    """Folder for the results of a model: its run folder, or the exported folder itself."""
     path = source.path
     if names.step_of(path.name) is not None:
         return path.parent.parent if path.parent.name == names.CHECKPOINTS else path.parent
@@ -243,7 +243,7 @@ def results_folder(source: ModelSource) -> Path:
 
 
 class _TaskProgress:
-    def __init__(self, progress: Progress, task: str, total: int | None) -> None:
+    def __init__(self, progress: _Progress, task: str, total: int | None) -> None:
         self._progress, self._task, self._total, self.done = progress, task, total, 0
 
     def __call__(self) -> None:
@@ -251,7 +251,7 @@ class _TaskProgress:
         self._progress(self._task, self.done, self._total)
 
 
-def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
+def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: _Progress) -> dict[str, Any]:
     sums = held_out_loss(
         rows_of(data, rows),
         model_token_scores(loaded.model),
@@ -273,12 +273,12 @@ def _bytes_per_token(loaded: LoadedModel, data: RowData) -> Tensor | None:
     return bytes_per_token(loaded.text_tokenizer, loaded.model.config.vocab_size)
 
 
-def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: Progress) -> dict[str, Any]:
-    most = SELECTION_ROWS if rows is None else min(rows, SELECTION_ROWS)
+def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: _Progress) -> dict[str, Any]:
+    most = _SELECTION_ROWS if rows is None else min(rows, _SELECTION_ROWS)
     after_row = _TaskProgress(progress, SELECTION, most)
     places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
-    found = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
-    return selection_record(found, str(data), data.seq_len, after_row.done)
+    figures = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
+    return selection_record(figures, str(data), data.seq_len, after_row.done)
 
 
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:
@@ -293,7 +293,7 @@ def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[
 
 
 def _find_hay(loaded: LoadedModel, data: RowData | None, request: EvaluationRequest) -> HayText:
-    if request.hay == BUILT_IN_HAY or (request.hay is None and (data is None or isinstance(data, SyntheticData))):
+    if request.hay == _BUILT_IN_HAY or (request.hay is None and (data is None or isinstance(data, SyntheticData))):
         return built_in_hay()
     if request.hay is not None:
         return hay_of_file(Path(request.hay))

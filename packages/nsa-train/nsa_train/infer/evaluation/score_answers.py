@@ -64,19 +64,19 @@ def needle_blocks(example: FarExample, encode: Encode, l_sel: int) -> set[int]:
 
 
 class TransformersScorer:
-    """Through a Transformers model with a cache."""
+    """Scores candidates with a Transformers model; the prompt is computed once, into a cache."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.chosen_by_layer: list[set[int]] = []
-        """Blocks that the last token of the last prompt chose, all groups together, for layers that select."""
+        self.selected_by_layer: list[set[int]] = []
+        """Blocks that the last token of the last prompt selected, all groups together, for layers that select."""
 
     @torch.inference_mode()
     def __call__(self, prompt: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[CandidateScore]:
         with probing(self._model, lambda: SelectionProbe(every=len(prompt) + 1)) as probes:
             first = self._model.model(input_ids=self._tensor([prompt]), use_cache=True)
         chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
-        self.chosen_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
+        self.selected_by_layer = [set(blocks.flatten().tolist()) - {-1} for blocks in chosen]
         cache = first.past_key_values
         cache.batch_repeat_interleave(len(candidates))
         longest = max(map(len, candidates))
@@ -85,16 +85,16 @@ class TransformersScorer:
         later = self._model.model(input_ids=rows, past_key_values=cache, use_cache=True).last_hidden_state
         last_NnD = first.last_hidden_state[:, -1:].expand(len(candidates), 1, -1)
         hidden_NnD = torch.cat([last_NnD, later[:, :-1]], 1)
-        return candidate_scores(hidden_NnD, self._model.lm_head.weight, candidates)
+        return _candidate_scores(hidden_NnD, self._model.lm_head.weight, candidates)
 
     def _tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self._model.device)
 
 
-def candidate_scores(
+def _candidate_scores(
     hidden_NnD: Tensor, weight_VD: Tensor, candidates: Sequence[Sequence[int]]
 ) -> list[CandidateScore]:
-    """From the last hidden states that predict each token of each candidate."""
+    """Scores of candidates from the last hidden states that predict each of their tokens."""
     labels_Nn = torch.full(hidden_NnD.shape[:2], IGNORE)
     for label_n, tokens in zip(labels_Nn, candidates, strict=True):
         label_n[: len(tokens)] = torch.tensor(tokens)

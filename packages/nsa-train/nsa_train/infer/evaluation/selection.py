@@ -1,6 +1,6 @@
 """Quality of block selection on held-out rows, by layer: how often, and how much of dense attention, it catches.
 
-On synthetic rows, which say where the fact of every answer lies, also whether the chosen blocks hold it.
+On synthetic rows, which say where the fact of every answer lies, also whether the selected blocks hold it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,13 +20,13 @@ from nsa_train.data.rows.synthetic import AnswerPlace
 from nsa_train.infer.evaluation.fact_hits import FactHits, HitCounts
 from nsa_train.infer.evaluation.held_out import last_hidden_states
 
-AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
+_AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 """`SyntheticRows.answer_places`."""
 
 
 @dataclass
 class FactFigures:
-    """Hits on the facts of questions. Left out: facts in blocks that are always chosen, queries that take all. With
+    """Hits on the facts of questions. Left out: facts in blocks that are always selected, queries that take all. With
     layers of kind `merged`, blocks are those before the window, also in the chances of other layers."""
 
     hits: FactHits = field(default_factory=FactHits)
@@ -48,10 +48,13 @@ def selection_by_layer(
     model: NSAForCausalLM,
     rows: Iterable[Batch],
     after_row: Callable[[], None] = lambda: None,
-    answer_places: AnswerPlaces = lambda row_ids: (),
+    answer_places: _AnswerPlaces = lambda row_ids: (),
 ) -> SelectionFigures:
-    """answer_places: where the questions and facts of rows with these numbers lie."""
-    found = SelectionFigures()
+    """Measure what each layer selects on these rows.
+
+    answer_places: where the questions and facts of rows with these numbers lie.
+    """
+    figures = SelectionFigures()
     with probing(model, SelectionProbe) as probes:
         # Names are model.layers.N.attention.
         numbered = [(int(name.split(".")[2]), probe) for name, probe in probes.items()]
@@ -62,10 +65,10 @@ def selection_by_layer(
             hidden_BSD = last_hidden_states(model, batch)
             chosen = [probe.chosen_BQGN for probe in probes.values() if probe.chosen_BQGN is not None]
             if places and chosen:
-                _add_facts(found.facts, model, batch, places, hidden_BSD, chosen)
+                _add_facts(figures.facts, model, batch, places, hidden_BSD, chosen)
             after_row()
-    found.counts = [(layer, probe.counts) for layer, probe in numbered if probe.chosen_BQGN is not None]
-    return found
+    figures.counts = [(layer, probe.counts) for layer, probe in numbered if probe.chosen_BQGN is not None]
+    return figures
 
 
 def right_answers(model: NSAForCausalLM, batch: Batch, places: Sequence[AnswerPlace], hidden_BSD: Tensor) -> list[bool]:
@@ -99,7 +102,7 @@ def _add_facts(
             facts.expected += 1 - (1 - chance) ** (n_groups * len(blocks))
 
 
-def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
+def selection_record(figures: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
     """The result as it is written to the file of results."""
     layers = [
         {
@@ -110,23 +113,23 @@ def selection_record(found: SelectionFigures, data: str, seq_len: int, rows: int
             "mass_caught": counts.mass_caught / counts.queries,
             **mass_shares(counts),
         }
-        for layer, counts in found.counts
+        for layer, counts in figures.counts
         if counts.queries
     ]
-    facts = found.facts
+    facts = figures.facts
     result = {"data": data, "seq_len": seq_len, "rows": rows, "layers": layers}
     if not facts.hits.any_layer.questions:
         return result
     by_layer = [
         {"layer": layer, **_hit_record(counts, facts.expected_by_layer)}
-        for (layer, _), counts in zip(found.counts, facts.hits.by_layer, strict=True)
+        for (layer, _), counts in zip(figures.counts, facts.hits.by_layer, strict=True)
     ]
     any_layer = _hit_record(facts.hits.any_layer, facts.expected)
     return {**result, "facts": {"layers": by_layer, "any_layer": any_layer}}
 
 
 def mass_shares(counts: SelectionCounts) -> dict[str, float]:
-    """Where the mass of dense attention over all keys lies, for queries that could not read every key."""
+    """Distribution of dense attention's mass over all keys, for queries that could not read every key."""
     return {name: getattr(counts, name) / counts.queries for name in ("window_mass", "forced_mass", "scored_mass")}
 
 
