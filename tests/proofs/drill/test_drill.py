@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from proofs import import_path
 from proofs.drill.suite import NODE_SCENARIOS, SCENARIOS, scenario
 
 ROOT = Path(__file__).parents[3]
@@ -22,7 +23,7 @@ EVERY_CHANGE = (
 def drill(*words: str, timeout_s: float) -> tuple[int, list[dict], str]:
     result = subprocess.run(
         [sys.executable, "-m", "proofs.drill", "--json", *words],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout_s,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": import_path()}, capture_output=True, text=True, timeout=timeout_s,
     )  # fmt: skip
     return result.returncode, json.loads(result.stdout), result.stderr
 

@@ -21,6 +21,7 @@ from nsa_train.observe.view.monitor.frame import frame
 from nsa_train.observe.view.monitor.text_layout import plain_ascii
 from nsa_train.observe.view.snapshot import SnapshotReader, take_snapshot
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthFinding
+from proofs import import_path
 from tests.nsa_train.observe.recorded import BEGAN, a_beat, a_run
 from tests.nsa_train.observe.written import of_ranks, with_layers, write_run
 
@@ -209,7 +210,7 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     parent, child = pty.openpty()
     before = termios.tcgetattr(parent)[3]
     os.set_inheritable(child, True)
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24"}
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": import_path(), "COLUMNS": "80", "LINES": "24"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
         [sys.executable, "-m", "nsa_train.cli", "monitor", str(tmp_path)],
