@@ -10,6 +10,8 @@ import pytest
 
 from proofs import import_path
 
+# Half a minute: every kernel in the interpreter, thirteen times. A change to a kernel runs it in .ci/nightly --changed.
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
 AROUND = ("delta", "merge_slots", "add_slots", "add_pieces", "bounds", "seen_by", "sort_chunks", "rank_chunks",
           "place_chunks", "place_windows", "fill", "add_parts", "mix_forward", "mix_backward")  # fmt: skip
