@@ -22,6 +22,7 @@ from nsa.errors import ExitCode
 from nsa_train import names
 from nsa_train.data.tokenizer import ByteTokenizer
 from tests import fork_server
+from tests.covering_cases import each_value
 from tests.fuzz.campaign import memory_limit
 from tests.nsa_train.checkpoint.test_attacks import commit as commit_step
 from tests.trained_runs import write_run
@@ -138,8 +139,7 @@ def change_index(step: Path, change: Callable[[Any, Path], None]) -> None:
     commit_step(step)
 
 
-@pytest.mark.parametrize("build", PICKLES)
-@pytest.mark.parametrize("command", ["verify", "export"])
+@pytest.mark.parametrize(("command", "build"), each_value(["verify", "export"], list(PICKLES)))
 def test_a_piece_that_names_its_values_again_and_again(build: Callable[[], bytes], command: str, step: Path) -> None:
     def replace_piece(index: Any, folder: Path) -> None:
         content = archive(build())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from nsa_train import names
 from nsa_train.config.env import without_settings
@@ -62,16 +62,23 @@ class DrillProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log, self._stop_event, self._timeout = log, stop_event, ProgressTimeout(log.parent)
-        here = [sys.executable, "-m", "proofs.drill.harness", str(os.getpid()), *command]
+        variables = {**with_checkout(without_settings()), "OMP_NUM_THREADS": "1", **(environment or {})}
         with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                here if node is None else node.command([sys.executable, "-m", *command]),
-                env={**with_checkout(without_settings()), "OMP_NUM_THREADS": "1", **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            self._process = self._start(command, node, variables, out)
+
+    @staticmethod
+    def _start(
+        command: list[str], node: NetworkNode | None, variables: dict[str, str], out: BinaryIO
+    ) -> "subprocess.Popen[bytes]":
+        here = [sys.executable, "-m", "proofs.drill.harness", str(os.getpid()), *command]
+        return subprocess.Popen(
+            here if node is None else node.command([sys.executable, "-m", *command]),
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 
 from nsa_train.cli.main import app
+from proofs import import_path
 from tests import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def run_blocks(
         script = script.replace(printed, instead)
     (folder / "page.sh").write_text(script)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
-    environ = {**kept, "PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {**kept, "PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", "page.sh"], cwd=folder, env=environ, text=True, capture_output=True, timeout=timeout_s,
         stdin=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nsa.files import file_lock
+from proofs import import_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +24,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             kept = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
             done = subprocess.run(
                 [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", shared / "doctrees", "docs", built],
-                cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, text=True, capture_output=True,
+                cwd=ROOT, env=kept | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
+                text=True, capture_output=True,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-5000:]
     return built

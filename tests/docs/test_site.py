@@ -9,6 +9,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
+from proofs import import_path
 from tests.docs.conftest import ROOT
 
 pytestmark = pytest.mark.nightly
@@ -107,7 +108,7 @@ def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
         "# Page\n\n[code](../packages/nsa-attention/nsa/errors.py) [folder](../ops/grafana)\n"
     )
     command = [sys.executable, "-m", "sphinx", "-W", "-q", tmp_path, tmp_path / "out"]
-    subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": str(ROOT)})
+    subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": import_path()})
     found = targets(tmp_path / "out" / "index.html").links
     assert {
         "https://example.org/blob/main/packages/nsa-attention/nsa/errors.py",
@@ -115,4 +116,4 @@ def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
     } <= set(found)
     assert not (tmp_path / "out" / "repository").exists()
     (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/missing.py)\n")
-    assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True).returncode != 0
+    assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": import_path()}, capture_output=True).returncode != 0

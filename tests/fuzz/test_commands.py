@@ -92,19 +92,24 @@ SLOW_OPTIONS = ("--lm-eval", "--allowed-host")
 CLOCK_S = 300.0
 
 
-def calls(name: str) -> Iterator[list[str]]:
-    """One command with one argument or option replaced by nonsense, the others good."""
+def calls(name: str, *, by_day: bool) -> Iterator[list[str]]:
+    """One command with one argument or option replaced by nonsense, the others good.
+
+    By day one option for each kind of nonsense: options of a type are read alike.
+    """
     parameters = [each for each in LEAVES[name].params if not getattr(each, "is_flag", False)]
     arguments = [each for each in parameters if each.param_type_name == "argument"]
     good = {each.name: GOOD.get(each.metavar) or GOOD.get(each.name) or "absent" for each in parameters}
     needed = [f"{each.opts[0]}={good[each.name]}" for each in parameters if each.required and each not in arguments]
     words = [*name.split(), *SHORT_WORK.get(name, "").split(), *needed]
     yield [*words, NO_UTF8]
+    met: set[str] = set()
     for each in parameters:
         value = NONSENSE.get(each.type_descriptor.annotation, PIPE)
         if each in arguments:
             yield [*words, "--", *(value if other is each else good[other.name] for other in arguments)]
-        elif each.opts[0] not in SLOW_OPTIONS:
+        elif each.opts[0] not in SLOW_OPTIONS and not (by_day and value in met):
+            met.add(value)
             yield [*words, *(good[other.name] for other in arguments), f"{each.opts[0]}={value}"]
 
 
@@ -122,9 +127,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.parametrize("by_day", [True, pytest.param(False, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", LEAVES)
-def test_nonsense_ends_a_command_in_time_and_without_a_traceback(sound: Path, name: str) -> None:
-    for words in calls(name):
+def test_nonsense_ends_a_command_in_time_and_without_a_traceback(sound: Path, name: str, by_day: bool) -> None:
+    for words in calls(name, by_day=by_day):
         try:
             ended = fork_server.run(["-m", "nsa_train.cli", *words], cwd=sound, env=environment(), timeout=CLOCK_S)
         except subprocess.TimeoutExpired as late:

@@ -18,6 +18,7 @@ from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.observe.heartbeat_file import last_beat, read_beats
 from nsa_train.train.launch.launcher import LOGS
+from proofs import import_path
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 from tests.ops.needs import programs, root
 
@@ -35,7 +36,7 @@ UsePAM no
 StrictModes no
 PasswordAuthentication no
 PermitRootLogin yes
-SetEnv TMUX_TMPDIR={at} PYTHONPATH={root} OMP_NUM_THREADS=1
+SetEnv TMUX_TMPDIR={at} PYTHONPATH={path} OMP_NUM_THREADS=1
 """
 _SSH_CONFIG = """\
 Host far
@@ -62,7 +63,7 @@ class Far:
             subprocess.run([tools["ssh-keygen"], "-q", "-t", "ed25519", "-N", "", "-f", at / key], check=True)
         port = free_port()
         for file, text in (("sshd_config", _SSHD_CONFIG), ("ssh_config", _SSH_CONFIG)):
-            (at / file).write_text(text.format(at=at, root=ROOT, port=port))
+            (at / file).write_text(text.format(at=at, path=import_path(), port=port))
         Path("/run/sshd").mkdir(parents=True, exist_ok=True)  # sshd's own, whatever its config says
         command = [tools["sshd"], "-D", "-f", str(at / "sshd_config"), "-E", str(at / "sshd.log")]
         self.sshd = subprocess.Popen(command)

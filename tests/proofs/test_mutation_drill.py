@@ -1,5 +1,7 @@
 """The mutation drill reports what its tests catch, what survives, and what could not be planted."""
 
+import re
+
 import pytest
 
 from proofs import mutation_drill
@@ -67,3 +69,10 @@ def test_help_describes_tables_results_and_exit_codes(monkeypatch, capsys):
     assert drill(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("errors", "3 mutations", "caught", "SURVIVED", "INVALID", "exit code"))
+
+
+def test_programs_that_tests_start_import_the_tree_of_the_tests():
+    """With the folder of a copy alone in PYTHONPATH a program imports the installed packages, which have no bug."""
+    tests = (mutation_drill.ROOT / "tests").rglob("*.py")
+    wrong = [path.name for path in tests if re.search(r'"PYTHONPATH": (str\(|["\'])', path.read_text(encoding="utf-8"))]
+    assert wrong == [], "import_path() of proofs has the packages too"

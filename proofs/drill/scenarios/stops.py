@@ -7,12 +7,12 @@ from nsa.errors import ExitCode
 from nsa_train import names
 from nsa_train.observe.events import EventKind
 from proofs.drill import artifacts
-from proofs.drill.harness import SAVE_EVERY, DrillHarness
+from proofs.drill.harness import SAVE_EVERY, STEPS, DrillHarness
 from proofs.drill.inject import FaultKind
 from proofs.drill.result import DrillResult, finish
 
 _MIDDLE = SAVE_EVERY + 2
-_JUMP_S, _JUMP_STEPS = 3600.0, 60
+_JUMP_S = 3600.0
 
 
 def sigterm_twice(harness: DrillHarness, result: DrillResult) -> None:
@@ -65,10 +65,9 @@ def halt_mid_run(harness: DrillHarness, result: DrillResult) -> None:
 
 def clock_jump(harness: DrillHarness, result: DrillResult) -> None:
     """The clock of the run's machine jumps an hour ahead, then two back: the watchdog reports it and halts nothing."""
-    settings = [f"train.steps={_JUMP_STEPS}"]
     harness.watch()
     fault = harness.fault(FaultKind.CLOCK_JUMP, first_batch=10, seconds=_JUMP_S)
-    process = harness.train(*settings, fault=fault)
+    process = harness.train(fault=fault)
     result.require_equal("exit code", process.wait(), 0)
     events = harness.wait_for("the watchdog's finding", lambda: artifacts.found(harness.run_folder, "clock_skew"))
     # Both ends by the clock of the drill, which did not jump.
@@ -76,8 +75,8 @@ def clock_jump(harness: DrillHarness, result: DrillResult) -> None:
     others = {str(e.details.get("condition")) for e in artifacts.findings(harness.run_folder)} - {"clock_skew"}
     result.require_equal("other findings", sorted(others), [])
     result.require(not (harness.run_folder / names.HALT).exists(), "a halt file because of a clock")
-    result.require_equal("last step", artifacts.last_step(harness.run_folder), _JUMP_STEPS)
+    result.require_equal("last step", artifacts.last_step(harness.run_folder), STEPS)
     result.left_behind = "a warning, no halt file"
-    same = artifacts.same_end(harness.run_folder, harness.undisturbed(1, *settings))
+    same = artifacts.same_end(harness.run_folder, harness.undisturbed(1))
     result.require(same, "the weights or losses differ from those of an undisturbed run")
     result.resumed = "never stopped, bitwise equal to an undisturbed run" if same else "never stopped"

@@ -16,7 +16,9 @@ def compiled(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
 
-@pytest.mark.parametrize(("kind", "pages"), [("nsa", None), ("nsa", 8), ("dense", 8)])
+@pytest.mark.parametrize(
+    ("kind", "pages"), [pytest.param("nsa", None, marks=pytest.mark.nightly), ("nsa", 8), ("dense", 8)]
+)
 def test_decoding_compiles_from_the_first_token_on(kind, pages):
     torch.manual_seed(0)
     module = LAYER_CLASSES[kind](**attention_args("tiny", kv="shared", kernels="portable"))
@@ -58,7 +60,7 @@ def exported(module, example, name):
 @pytest.mark.parametrize(
     ("kind", "geometry", "phi"),
     [
-        ("nsa", "tiny", "linear"),
+        pytest.param("nsa", "tiny", "linear", marks=pytest.mark.nightly),
         ("nsa", "odd", "softmax"),
         ("global", "no_overlap", "mlp"),
     ],

@@ -9,6 +9,7 @@ from nsa.core.cache_slots import KeySlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.attention_options import PHIS
+from tests.covering_cases import each_pair, each_value
 from tests.shapes import GEOMETRIES, attention_args
 
 
@@ -42,9 +43,15 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("sizes", [[1], [7], [64], [1000], [3, 1, 50, 1, 1, 9]], ids=str)
-@pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd", "showcase"])
-@pytest.mark.parametrize("changes", [*VARIANTS, dict(phi="linear", rope_compressed="after")], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "geometry", "sizes"),
+    each_pair(
+        [*VARIANTS, dict(phi="linear", rope_compressed="after")],
+        ["tiny", "no_overlap", "long_blocks", "odd", "showcase"],
+        [[1], [7], [64], [1000], [3, 1, 50, 1, 1, 9]],
+    ),
+    ids=str,
+)
 def test_chunks_equal_the_whole(geometry, sizes, changes):
     module = make(**attention_args(geometry, **changes))
     x = torch.randn(2, 211, 24)
@@ -54,8 +61,7 @@ def test_chunks_equal_the_whole(geometry, sizes, changes):
     assert cache.length_B.tolist() == [211, 211]
 
 
-@pytest.mark.parametrize("sizes", [[1], [7], [64], [1000]], ids=str)
-@pytest.mark.parametrize("length", [2050, 2047])
+@pytest.mark.parametrize(("length", "sizes"), each_value([2050, 2047], [[1], [7], [64], [1000]]), ids=str)
 def test_chunks_equal_the_whole_at_the_seed_sizes(length, sizes):
     module = make(**attention_args("seed", (12, 2)))
     x = torch.randn(1, length, 24)
@@ -237,9 +243,11 @@ def test_rows_that_are_none_are_refused(rows):
         make(**attention_args("tiny")).new_cache(2, 8).reorder(rows)
 
 
-@pytest.mark.parametrize("changes", VARIANTS, ids=str)
-@pytest.mark.parametrize("geometry", ["tiny", "no_overlap", "long_blocks", "odd"])
-@pytest.mark.parametrize("backend", ["auto", "portable"])
+@pytest.mark.parametrize(
+    ("backend", "geometry", "changes"),
+    each_value(["auto", "portable"], ["tiny", "no_overlap", "long_blocks", "odd"], VARIANTS),
+    ids=str,
+)
 def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes):
     """Drafts are appended, some rejected, per row, again and again: what follows equals the whole."""
     module = make(**attention_args(geometry, **changes), kernels=backend)

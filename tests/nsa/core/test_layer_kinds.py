@@ -11,6 +11,7 @@ from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention,
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
+from tests.covering_cases import each_pair
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=24)
 LENGTH, DIM = 96, 32
@@ -251,9 +252,7 @@ def test_probes_count_the_keys_that_are_read(kind, packed):
     assert ("gate_entropy_mean" in figures) == (kind == "global")
 
 
-@pytest.mark.parametrize("through_pytorch", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "packed", "through_pytorch"), each_pair(KINDS, [False, True], [False, True]))
 def test_compiles_without_graph_breaks(kind, packed, through_pytorch, monkeypatch):
     if through_pytorch:
         monkeypatch.setattr(layer_kinds, "COMPILED_ON_CPU", "none")

@@ -21,7 +21,7 @@ from tests.attention_options import GATES, GATES_PER, KV_PROJECTIONS, PHIS, PHIS
 from tests.backends import RUN_HERE
 from tests.shapes import fp64_backends
 
-CASES, PARTS = 500, 10
+CASES, PARTS, BY_DAY = 500, 10, 4
 LARGEST_SCORE = 1e4
 """Of the values that are called large."""
 BACKENDS = [name for name in RUN_HERE if name != "triton"]  # interpreted, it takes seconds for each case
@@ -211,7 +211,9 @@ def check_gradients(case: Case, module: NSAAttention, rows: list[Tensor], gaps: 
     assert got == pytest.approx(want, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [part if part < BY_DAY else pytest.param(part, marks=pytest.mark.nightly) for part in range(PARTS)]
+)
 def test_random_configurations_equal_the_oracle(part: int) -> None:
     """A `ConfigError` fails too: every case is one that the rules allow."""
     failed = []

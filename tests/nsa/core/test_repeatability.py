@@ -11,11 +11,14 @@ from nsa import NSATransformer
 from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.kernels.registry import BackendRequest
 from tests.backends import RUN_HERE
+from tests.covering_cases import each_pair
 
 SIZES = dict(dim=64, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=16, d=8, l_sel=32, n_sel=8, w=64, phi="softmax")
-KINDS = ("nsa", "merged")
-LOSSES = ((0.0, "chosen"), (1.0, "chosen"), (1.0, "all"))
+KINDS = ["nsa", "merged"]
+LOSSES = [(0.0, "chosen"), (1.0, "chosen"), (1.0, "all")]
 """Weight of the selector loss, and the blocks it compares."""
+# Where a sum depended on threads, three runs of 1,024 tokens never agreed; fewer threads and longer rows at night.
+RUNS = [(2, 3, 1024), *(pytest.param(threads, 20, 2048, marks=pytest.mark.nightly) for threads in (2, 1))]
 FAST = [name for name in RUN_HERE if name in ("cpu", "portable")]
 
 
@@ -54,21 +57,16 @@ def in_bytes(leaves: Iterable[Tensor]) -> bytes:
     return b"".join(leaf.grad.numpy().tobytes() for leaf in leaves if leaf.grad is not None)
 
 
-@pytest.mark.parametrize(
-    ("runs", "length"), [(5, 1024), pytest.param(20, 2048, marks=pytest.mark.nightly)], ids=["short", "long"]
-)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize(("loss", "blocks"), LOSSES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", FAST)
-def test_equal_passes_have_equal_gradients(backend, kind, loss, blocks, threads, runs, length):
+@pytest.mark.parametrize(("threads", "runs", "length"), RUNS, ids=["short", "long", "alone"])
+@pytest.mark.parametrize(("backend", "kind", "of_loss"), each_pair(FAST, KINDS, LOSSES), ids=str)
+def test_equal_passes_have_equal_gradients(backend, kind, of_loss, threads, runs, length):
     """Six gradients in six runs of 1,024 tokens were seen where a sum depended on threads."""
     with threads_of_torch(threads):
-        assert len({gradients(kind, backend, loss, blocks, length) for _ in range(runs)}) == 1
+        assert len({gradients(kind, backend, *of_loss, length) for _ in range(runs)}) == 1
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("backend", FAST)
 def test_equal_passes_of_a_model_have_equal_gradients(backend, threads):
     with threads_of_torch(threads):
-        assert len({model_gradients(backend, 512) for _ in range(4)}) == 1
+        assert len({model_gradients(backend, 512) for _ in range(3)}) == 1

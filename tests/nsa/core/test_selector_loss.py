@@ -203,7 +203,9 @@ def phi_gradients(model: NSATransformer) -> list[torch.Tensor]:
     return [p.grad.clone() for name, p in model.named_parameters() if "phi_k" in name]
 
 
-@pytest.mark.parametrize("run", ["eager", "compiled", "reentrant", "compiled blocks"])
+@pytest.mark.parametrize(
+    "run", ["eager", "reentrant", "compiled blocks", pytest.param("compiled", marks=pytest.mark.nightly)]
+)
 def test_whatever_scales_the_loss_scales_the_selector_loss(run):
     """Four passes of a quarter each, as a plain training loop divides them; a gradient scaler's factor."""
     torch.manual_seed(0)

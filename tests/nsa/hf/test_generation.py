@@ -9,6 +9,7 @@ from transformers import GenerationMixin, pipeline
 
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM
+from tests.covering_cases import each_value
 from tests.nsa.hf.tiny_model import byte_tokenizer, padded, prompts, tiny_model
 
 VARIANTS = [
@@ -36,10 +37,11 @@ def test_greedy_tokens_and_logits_are_those_without_a_cache(variant):
     assert len(set(got.sequences[:, 70:].flatten().tolist())) > 10  # one token repeated would prove little
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:3], ids=str)
 @pytest.mark.parametrize(
-    "options",
-    [{}, dict(prefill_chunk_size=17), dict(prefill_chunk_size=1), dict(cache_implementation="static")],
+    ("options", "variant"),
+    each_value(
+        [{}, dict(prefill_chunk_size=17), dict(prefill_chunk_size=1), dict(cache_implementation="static")], VARIANTS[:3]
+    ),
     ids=str,
 )
 def test_each_row_of_a_padded_batch_gets_the_tokens_it_gets_alone(variant, options):
@@ -94,8 +96,7 @@ def test_assisted_generation_gives_the_greedy_tokens(noise, length):
     assert torch.equal(generated(model, ids, assistant_model=near(model, noise)), generated(model, ids))
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-@pytest.mark.parametrize("variant", VARIANTS[:4], ids=str)
+@pytest.mark.parametrize(("variant", "tokens"), each_value(VARIANTS[:4], [3, 40]), ids=str)
 def test_prompt_lookup_gives_the_greedy_tokens(variant, tokens):
     model, ids = tiny_model(**variant), prompts(1, 30).repeat(1, 3)
     got = generated(model, ids, 60, prompt_lookup_num_tokens=tokens)

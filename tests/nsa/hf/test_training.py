@@ -1,6 +1,5 @@
 """Fine-tuning with Transformers' conventions: losses, accumulation, checkpointing, packed rows, Trainer, LoRA."""
 
-import peft
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -152,6 +151,8 @@ def test_evaluation_by_the_trainer(tmp_path):
 
 @pytest.mark.parametrize("target", ["all-linear", ["w_q", "w_v"]], ids=str)
 def test_lora_trains_saves_loads_and_merges(target, tmp_path):
+    import peft
+
     base, ids = tiny_model(), prompts(2, 50)
     base.save_pretrained(tmp_path / "base")
     base = type(base).from_pretrained(tmp_path / "base")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from proofs import import_path
+
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +37,7 @@ def newer_triton(request, tmp_path_factory) -> tuple[str, Path]:
 
 
 def run_with(triton: tuple[str, Path], *arguments: str, **environ: str) -> str:
-    path = os.pathsep.join([str(triton[1]), str(ROOT)])
+    path = os.pathsep.join([str(triton[1]), import_path()])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -58,7 +58,12 @@ def over_packings(monkeypatch, heads: int = 12, groups: int = 2, d_k: int = 64, 
 
 
 @pytest.mark.parametrize(
-    "model", [(12, 2, 64, 64), (64, 4, 192, 128), (16, 1, 128, 128)], ids=["base", "paper", "one-group"]
+    "model",
+    [  # the largest for every change
+        pytest.param((12, 2, 64, 64), id="base", marks=pytest.mark.nightly),
+        pytest.param((64, 4, 192, 128), id="paper"),
+        pytest.param((16, 1, 128, 128), id="one-group", marks=pytest.mark.nightly),
+    ],
 )
 def test_packings_need_at_most_two_compilations_of_each_kernel(model, monkeypatch):
     launches = over_packings(monkeypatch, *model)

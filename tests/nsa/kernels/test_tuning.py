@@ -25,6 +25,7 @@ from nsa.kernels.triton import autotune, tuning
 from nsa.kernels.triton.autotune import Launch, TileTuner, key_of, tuned
 from nsa.kernels.triton.tile_store import TileStore, set_tuning
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
+from proofs import import_path
 
 ROOT = Path(__file__).parents[3]
 TABLE, SLOW, FAST, SPILLS = TileSizes(64, 64), TileSizes(32, 64), TileSizes(128, 64, 8), TileSizes(256, 64)
@@ -173,7 +174,6 @@ def test_under_graph_capture_nothing_is_timed_and_the_choice_stays(tmp_path):
 _TUNE = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[3])
 from tests.nsa.kernels.test_tuning import Bench
 bench = Bench(Path(sys.argv[1]))
 measure = bench.tuner._measure
@@ -185,10 +185,10 @@ print(bench.timed)
 
 
 def test_processes_that_start_together_time_once_and_leave_one_whole_file(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": import_path()}
 
     def run(keys: str) -> int:
-        command = [sys.executable, "-c", _TUNE, str(tmp_path), keys, str(ROOT)]
+        command = [sys.executable, "-c", _TUNE, str(tmp_path), keys]
         return int(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
 
     with ThreadPoolExecutor(2) as pool:

@@ -26,6 +26,7 @@ from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
 from nsa.kernels.gpu_versions import device_named
 from nsa.kernels.self_check.comparison import blocks_error
+from proofs import import_path
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +37,7 @@ def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
     environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-m", "nsa_train.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -176,7 +177,7 @@ def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_
     (tmp_path / "nsa").chmod(0o755)
     done = subprocess.run(
         ["bash", ROOT / "scripts" / "run_gpu_causality_test.sh", "--full"], text=True, capture_output=True, timeout=120,
-        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": import_path()},
     )  # fmt: skip
     assert done.returncode == ConfigError.exit_code
     assert "nsa gpu-check needs a GPU" in done.stderr

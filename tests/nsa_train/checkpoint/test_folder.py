@@ -264,7 +264,7 @@ def test_an_asynchronous_save_commits_when_it_is_written_and_not_before(folder):
     assert not committed.done()
     assert folder.find_resumable().step == 200
     written.set_result(None)
-    assert committed.result(timeout=10) == folder.path / "step300"
+    assert committed.result(timeout=120) == folder.path / "step300"
     assert folder.find_resumable().step == 300
 
 
@@ -278,7 +278,7 @@ def test_an_asynchronous_save_that_failed_is_not_committed(folder):
     committed = folder.commit_after(written, 300)
     written.set_exception(NotAnException("rank 3: disk full"))
     with pytest.raises(CheckpointError, match="rank 3: disk full"):
-        committed.result(timeout=10)
+        committed.result(timeout=120)
     assert folder.find_resumable().step == 200
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from proofs import import_path
 from tests import fork_server
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "run_e78e5fe.tar.xz"
@@ -33,7 +34,7 @@ def older_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def nsa(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if not name.startswith("NSA_")}
-    variables = {**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {**environment, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
     return fork_server.run(["-m", "nsa_train.cli", *words], cwd=folder, env=variables)
 
 

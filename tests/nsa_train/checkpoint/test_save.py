@@ -124,7 +124,7 @@ def test_hashes_of_a_background_save_are_asked_for_when_it_has_written(tmp_path:
     committed = folder.commit_after(written, 1, hashed=lambda: hashes)
     hashes.update(write(folder).hashes)
     written.set_result(None)
-    assert committed.result(timeout=10) == tmp_path / "step1"
+    assert committed.result(timeout=120) == tmp_path / "step1"
     assert folder.examine(1).good
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from proofs import import_path
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -20,7 +22,7 @@ def nsa(tmp_path):
         return subprocess.run(
             [sys.executable, "-m", "nsa_train.cli", *words],
             cwd=cwd,
-            env=clean | {"PYTHONPATH": str(ROOT)} | environ,
+            env=clean | {"PYTHONPATH": import_path()} | environ,
             capture_output=True,
             text=True,
             timeout=60,

@@ -10,6 +10,7 @@ from nsa.errors import ConfigError, DataError
 from nsa_train.cli.main import app
 from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.storage import StorageFolder
+from proofs import import_path
 
 ROOT = Path(__file__).parents[3]
 RUNNER = CliRunner(env={"COLUMNS": "200"})
@@ -89,7 +90,7 @@ def test_slurm_without_a_shared_folder_is_refused(source: Path, tmp_path: Path) 
 def _script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, f"scripts/automation/{name}", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env={"PYTHONPATH": ".", "PATH": ""}, capture_output=True, text=True, timeout=90
+        command, cwd=ROOT, env={"PYTHONPATH": import_path(), "PATH": ""}, capture_output=True, text=True, timeout=90
     )
 
 

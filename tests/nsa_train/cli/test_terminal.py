@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from nsa_train.cli.eval import _show as print_results
 from nsa_train.cli.main import app
+from proofs import import_path
 from tests import fork_server
 from tests.nsa_train.observe.recorded import a_run
 from tests.nsa_train.observe.test_evaluations import cell, far
@@ -47,7 +48,7 @@ def test_help_fits_into_80_columns(path):
 
 def environment(**more: str) -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CONFIG")}
-    return kept | {"PYTHONPATH": str(ROOT)} | more
+    return kept | {"PYTHONPATH": import_path()} | more
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from nsa_train.convert.dense.conversion_plan import ConversionOptions, covered_tokens
 from nsa_train.convert.dense.convert_folder import convert_folder
 from nsa_train.infer.load_model import load_model
+from tests.covering_cases import each_value
 from tests.nsa_train.convert.dense_sources import CASES, save_dense, token_ids
 
 OPTIONS = ConversionOptions(l=8, d=4, l_sel=16, n_sel=4, w=24)
@@ -34,8 +35,7 @@ def off_by(model, dense, ids_BS):
         return (model(ids_BS).logits - dense(ids_BS).logits).abs().amax((0, 2))
 
 
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "mix"), each_value(list(CASES), list(MIXES)))
 def test_logits_equal_up_to_the_covered_length(case, mix, tmp_path):
     dense, model, made = converted_model(tmp_path, case, MIXES[mix])
     length = covered_tokens(made.reads) or LONGEST

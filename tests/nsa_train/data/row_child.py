@@ -1,9 +1,9 @@
 """One rank of a run without a model: reads batches through a BatchPrefetcher, logs them, saves its cursor.
 
-KIND SOURCE DIR RANK WORLD STEPS EXCHANGE: appends one line per batch to DIR/rank{RANK}.jsonl. As a trainer does, it
-writes its output first and its cursor afterwards and atomically, and resumes from the newest step of which every rank
-has a cursor; what was seen after it is redone. Ranks of kind `direct_divided` divide the reading through the folder
-EXCHANGE, which serves ranks that start at the same cursor.
+KIND SOURCE DIR RANK WORLD STEPS HOLD_AT EXCHANGE: appends one line per batch to DIR/rank{RANK}.jsonl, and before step
+HOLD_AT waits to be killed. As a trainer does, it writes its output first and its cursor afterwards and atomically, and
+resumes from the newest step of which every rank has a cursor; what was seen after it is redone. Ranks of kind
+`direct_divided` divide the reading through the folder EXCHANGE, which serves ranks that start at the same cursor.
 """
 
 import json
@@ -37,8 +37,8 @@ def newest_common_step(folder: Path, world: int) -> int:
 
 
 def main() -> None:
-    kind, source, folder, rank_text, world_text, steps_text, exchange = sys.argv[1:]
-    rank, world, steps = int(rank_text), int(world_text), int(steps_text)
+    kind, source, folder, *numbers, exchange = sys.argv[1:]
+    rank, world, steps, hold_at = map(int, numbers)
     data = data_of(kind, source)
     if kind == "direct_divided":
         assert isinstance(data, DirectData)
@@ -58,6 +58,8 @@ def main() -> None:
         open(Path(folder, f"rank{rank}.jsonl"), "a") as seen,
     ):
         for step in range(first, steps):
+            while step == hold_at:
+                time.sleep(60)
             batch = next(prefetcher)
             segments = [[[s.doc_id, s.offset, s.length] for s in row] for row in batch.provenance or ()]
             record = {

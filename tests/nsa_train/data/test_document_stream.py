@@ -16,6 +16,7 @@ from nsa_train.data.document import is_held_out
 from nsa_train.data.document_stream import DocumentStream
 from nsa_train.data.source import open_source
 from nsa_train.data.tokenizer import ByteTokenizer
+from proofs import import_path
 from tests.nsa_train.data.corpora import make_records, write_corpus, write_parquet
 
 
@@ -230,7 +231,7 @@ def start(folder, log, state, total):
     return subprocess.Popen(
         [sys.executable, "-c", code, str(folder), str(log), str(state), str(total)],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": import_path()},
     )
 
 

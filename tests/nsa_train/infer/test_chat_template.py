@@ -30,6 +30,8 @@ HOSTILE = {
     "controls in its message": "{{ raise_exception('\x1b]52;c;eA==\x07\x1b[2J\u202e\nTraceback\n' ~ 'x' * 10 ** 7) }}",
     "huge range": "{{ range(10 ** 12) | list }}",
 }
+BY_DAY = ("endless loop", "all memory", "controls in its message")
+"""Met by the command for every change: one for time, one for memory, one for what is printed."""
 MORE_HOSTILE = {
     "endless number": "{{ 7 ** (7 ** (7 ** 7)) }}",
     "long text": "{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}",
@@ -63,7 +65,9 @@ def chat(exported):
     return ended
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name", [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in HOSTILE]
+)
 def test_a_hostile_template_ends_chat_with_one_line(chat, name):
     done = chat(HOSTILE[name])
     assert done.returncode == ExitCode.CHECKPOINT, done.stderr

@@ -15,6 +15,7 @@ from nsa_train.config.schema import KernelsConfig, RunConfig
 from nsa_train.planning.activations import ForwardPass, _workspace_bytes
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
+from tests.covering_cases import each_value
 from tests.nsa.kernels.fake_gpu import fake_gpu
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
@@ -72,9 +73,13 @@ def measured_peak(config: RunConfig) -> int:
     return peak
 
 
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize(("size", "precision"), [*((size, "bf16") for size in SIZES), ("blocks", "fp32")])
-def test_the_reckoned_peak_is_near_the_measured_one(size, precision, checkpointing):
+@pytest.mark.parametrize(
+    ("of_size", "checkpointing"),
+    each_value([*((size, "bf16") for size in SIZES), ("blocks", "fp32")], list(CHECKPOINTING)),
+    ids=str,
+)
+def test_the_reckoned_peak_is_near_the_measured_one(of_size, checkpointing):
+    size, precision = of_size
     config = config_of(size, precision=precision, checkpointing=checkpointing)
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.peak(checkpointing)
     # What is kept is known to the tensor; what kernels use meanwhile depends on the data.
@@ -99,7 +104,7 @@ def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
 
 def test_each_mode_keeps_less_than_the_one_before():
     """In a deep model: the inputs of all blocks, their operators' results, or everything."""
-    configs = [config_of("blocks", checkpointing=mode, options=dict(n_layers=8)) for mode in CHECKPOINTING]
+    configs = [config_of("blocks", checkpointing=mode, options=dict(n_layers=6)) for mode in CHECKPOINTING]
     off, selective, full = (measured_peak(config) for config in configs)
     assert off > 1.5 * selective
     assert selective > 1.2 * full
@@ -127,21 +132,24 @@ def test_other_ways_to_compress(nsa):
     assert reckoned == pytest.approx(measured_peak(config), rel=0.15)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize(
-    ("options", "nsa"),
-    [(dict(), dict(kv="shared")), (dict(), dict(kv="shared", rope_compressed="after")),
-     (dict(), dict(kv="shared_keys")), (dict(qk_norm=True), dict(kv="shared_keys", rope_compressed="after")),
-     (dict(), dict(selector_loss=1.0)), (dict(qk_norm=True), dict(selector_loss=1.0, phi="mlp")),
-     (dict(qk_norm=True), dict(kv="shared", selector_loss=1.0, phi="softmax")),
-     (dict(qk_norm=True), dict()),
-     (dict(qkv_bias=True, attention_out_bias=True), dict()),
-     (dict(qk_norm=True, qkv_bias=True, attention_out_bias=True), dict(kv="shared"))],
-    ids=["shared", "shared_after", "shared_keys", "shared_keys_after", "selector_loss", "selector_loss_mlp",
-         "selector_loss_shared", "qk_norm", "biases", "all"],
-)  # fmt: skip
-def test_options_of_the_attention(options, nsa, precision):
-    config = config_of("blocks", precision=precision, options=options, **nsa)
+OPTIONS = {
+    "shared": (dict(), dict(kv="shared")),
+    "shared_after": (dict(), dict(kv="shared", rope_compressed="after")),
+    "shared_keys": (dict(), dict(kv="shared_keys")),
+    "shared_keys_after": (dict(qk_norm=True), dict(kv="shared_keys", rope_compressed="after")),
+    "selector_loss": (dict(), dict(selector_loss=1.0)),
+    "selector_loss_mlp": (dict(qk_norm=True), dict(selector_loss=1.0, phi="mlp")),
+    "selector_loss_shared": (dict(qk_norm=True), dict(kv="shared", selector_loss=1.0, phi="softmax")),
+    "qk_norm": (dict(qk_norm=True), dict()),
+    "biases": (dict(qkv_bias=True, attention_out_bias=True), dict()),
+    "all": (dict(qk_norm=True, qkv_bias=True, attention_out_bias=True), dict(kv="shared")),
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), each_value(list(OPTIONS), ["bf16", "fp32"]))
+def test_options_of_the_attention(name, precision):
+    options, nsa = OPTIONS[name]
+    config = config_of("blocks", precision=precision, options=dict(n_layers=2, **options), **nsa)
     reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
     assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
 

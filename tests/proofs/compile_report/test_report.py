@@ -127,6 +127,7 @@ def assert_fits(found: CompileReport) -> None:
     assert found.code.spilled_bytes <= 64, found
 
 
+@pytest.mark.nightly  # with all others of fp32
 def test_fp32_fits():
     """The kernels that take the most shared memory, at the widest rows."""
     sample = [
@@ -155,6 +156,7 @@ def test_fp32_fits_everywhere(model, gpu):
         assert_fits(found)
 
 
+@pytest.mark.nightly  # compiles two kernels; a kernel with another fault is compiled for every change
 def test_a_tile_too_large_is_a_fault():
     spills, too_much = inspected(
         ("base", "sm_90", "range_forward", (256, 64, 4, 3)), ("base", "sm_86", "range_forward", (16, 256, 4, 3))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import ConfigError
+from proofs import import_path
 from proofs.drill import node_network
 from proofs.drill.node_network import NetworkNode, NodeNetwork, unshare_options
 from tests.proofs.drill.test_suite import processes_with, wait_until
@@ -137,7 +138,7 @@ def test_a_killed_owner_takes_its_nodes_along(tmp_path, permitted):
         "print('ready', flush=True); time.sleep(600)"
     )
     naps = f"611.{os.getpid()}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     owner = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path), naps], stdout=subprocess.PIPE, text=True, env=environment
     )

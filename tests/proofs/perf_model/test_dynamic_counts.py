@@ -51,6 +51,7 @@ def test_range_kernels():
         check(driver, *(work(SIZES, "sliding") for work in modelled))
 
 
+@pytest.mark.nightly  # the emulator takes twice as long as for the kernels above
 def test_selected_kernels():
     call = KernelSizes(SHAPE, SIZES.length).call(torch.bfloat16)
     overlap = SelectionOverlap(SHAPE, SIZES.length, "random", call.idx_BSGN[:, :, 0])

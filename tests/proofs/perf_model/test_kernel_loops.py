@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from proofs import import_path
+
+# Half a minute: every kernel in the interpreter, thirteen times. A change to a kernel runs it in .ci/nightly --changed.
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
 AROUND = ("delta", "merge_slots", "add_slots", "add_pieces", "bounds", "seen_by", "sort_chunks", "rank_chunks",
           "place_chunks", "place_windows", "fill", "add_parts", "mix_forward", "mix_backward")  # fmt: skip
@@ -21,7 +25,7 @@ def found() -> dict[str, dict[str, dict[str, list[float]]]]:
     done = subprocess.run(
         [sys.executable, "tests/proofs/perf_model/interpreted_loops.py"], cwd=ROOT, capture_output=True, text=True,
         timeout=250,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": import_path()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

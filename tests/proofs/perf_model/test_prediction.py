@@ -14,6 +14,7 @@ import torch
 from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
 from nsa.gpus import GPUS as SPECS
+from proofs import import_path
 from proofs.perf_model import SelectionOverlap, measure_overlap, predict, selected_kernels, selection_overlap, torch_ops
 from proofs.perf_model.dense import dense_s, stretch
 from proofs.perf_model.gpus import GPUS, SCHEDULERS, gpu_named
@@ -215,7 +216,7 @@ def test_every_output_says_that_it_is_modelled(tmp_path):
              "--plot", "m.svg", "--markdown", "m.md"]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "proofs.perf_model", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": import_path()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     body = json.loads((tmp_path / "m.json").read_text())

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,6 +30,7 @@ def listed(server: FaultyServer, **limits: Any) -> list[Any]:
     return list_hub("owner/set", client, POLICY, endpoint=server.url(""), limits=ListingLimits(**limits))
 
 
+@pytest.mark.timeout(60)  # without a limit it would never end
 @pytest.mark.parametrize(
     ("limits", "named"),
     [
@@ -42,11 +42,9 @@ def listed(server: FaultyServer, **limits: Any) -> list[Any]:
 )
 def test_pages_without_end_are_not_followed(limits: dict[str, Any], named: str) -> None:
     with FaultyServer(hub(), page_links={TREE: TREE}) as server:
-        started = time.monotonic()
         with pytest.raises(DataError, match=named) as caught:
             listed(server, **limits)
         assert "owner/set" in str(caught.value)
-        assert time.monotonic() - started < 10
         assert server.requests < 1000
 
 
@@ -88,12 +86,10 @@ def test_redirects_end() -> None:
         assert server.requests <= 6
 
 
+@pytest.mark.timeout(60)  # without a deadline it would never end
 def test_headers_that_come_byte_by_byte_end_with_the_deadline() -> None:
-    with endless(headers=True) as (url, _):
-        started = time.monotonic()
-        with pytest.raises(DataTimeout):
-            HttpClient(POLICY).listing(url, ReadDeadline(POLICY), 1000)
-        assert time.monotonic() - started < 2 * POLICY.deadline_s
+    with endless(headers=True) as (url, _), pytest.raises(DataTimeout):
+        HttpClient(POLICY).listing(url, ReadDeadline(POLICY), 1000)
 
 
 @pytest.mark.parametrize(

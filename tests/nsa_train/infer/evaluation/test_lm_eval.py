@@ -1,4 +1,7 @@
-"""lm-evaluation-harness: the same answers through Transformers and through our own model; refusals; its own command."""
+"""lm-evaluation-harness: the same answers through Transformers and through our own model; refusals; its own command.
+
+Each test imports the harness itself: with the collection it would be imported in every process of the tests.
+"""
 
 import json
 import os
@@ -7,18 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 from nsa.errors import CheckpointError, ConfigError
 from nsa_train.convert.export_folder import export_folder
 from nsa_train.data.tokenizer import train_bpe
 from nsa_train.infer.evaluation.hay import BUILT_IN, hay_of_file
-from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel, _require_finite, evaluate_with_harness
 from nsa_train.infer.load_model import load_model
 from nsa_train.shipped import CORPUS
-from tests.nsa_train.infer.evaluation.own_model import OwnHarnessModel
 from tests.trained_runs import save_run, settings
 
 ROOT = Path(__file__).parents[4]
@@ -72,6 +70,8 @@ def run(tmp_path_factory) -> Path:
 
 
 def samples(model, names, **options):
+    from lm_eval import simple_evaluate
+
     found = simple_evaluate(model=model, tasks=names, log_samples=True, bootstrap_iters=0, **options)
     return found["results"], {
         name: [(each["doc_id"], each["resps"]) for each in found["samples"][name]] for name in names
@@ -83,6 +83,12 @@ def rounded(resps):
 
 
 def test_the_same_answers_and_scores_through_transformers_and_through_our_own_model(run, tasks, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel
+    from tests.nsa_train.infer.evaluation.own_model import OwnHarnessModel
+
     names = ["local_choice", "local_generate"]
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     export_folder(run, tmp_path / "exported")
@@ -99,6 +105,10 @@ def test_the_same_answers_and_scores_through_transformers_and_through_our_own_mo
 
 
 def test_chat_templates_are_those_of_the_harness_and_have_limits(run, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    from nsa_train.infer.evaluation.lm_eval import NSAHarnessModel
+
     exported = tmp_path / "exported"
     export_folder(run, exported)
     template = exported / "chat_template.jinja"
@@ -116,6 +126,8 @@ def test_chat_templates_are_those_of_the_harness_and_have_limits(run, tmp_path):
 
 
 def test_results_by_task_and_options_of_the_harness(run, tasks, tmp_path):
+    from nsa_train.infer.evaluation.lm_eval import evaluate_with_harness
+
     loaded = load_model(run, device="cpu")
     out = tmp_path / "kept"
     words = ["--include_path", str(tasks), "--limit", "4", "--output_path", str(out), "--log_samples"]
@@ -127,6 +139,8 @@ def test_results_by_task_and_options_of_the_harness(run, tasks, tmp_path):
 
 
 def test_endless_and_reserved_requests_are_refused(run):
+    from nsa_train.infer.evaluation.lm_eval import evaluate_with_harness
+
     loaded = load_model(run, device="cpu")
     for tasks in ("ruler_vt", "niah_single_1,ruler_vt", "ruler"):
         with pytest.raises(ConfigError, match="byte tokenizer"):
@@ -160,6 +174,11 @@ RULER = ["niah_single_1", "niah_multikey_2", "ruler_fwe"]
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_model(tmp_path):
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from tests.nsa_train.infer.evaluation.own_model import OwnHarnessModel
+
     tokenizer = train_bpe([hay_of_file(CORPUS).text], 4096, tmp_path / "bpe.json")
     config = settings(train={"seq_len": 4096}, model={"dim": 64, "d_k": 16, "d_v": 16})
     save_run(tmp_path / "run", config, tokenizer=tokenizer)
@@ -180,6 +199,8 @@ def test_ruler_gives_the_same_answers_through_transformers_and_through_our_own_m
 
 
 def test_byte_tokenizers_are_recognised_by_their_length_and_bpe_is_not_refused(tmp_path):
+    from nsa_train.infer.evaluation.lm_eval import _require_finite
+
     tokenizer = train_bpe([BUILT_IN * 5], 600, tmp_path / "bpe.json")
     save_run(tmp_path / "run", tokenizer=tokenizer)
     loaded = load_model(tmp_path / "run", device="cpu")

@@ -78,7 +78,7 @@ def test_a_field_without_a_gauge_says_where_its_value_is_or_why_it_is_not_served
 
 
 def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
-    served = Served(tmp_path / "alpha")
+    served, began = Served(tmp_path / "alpha"), time.time()
     assert served.text() == ""
     usual = dict.fromkeys(run_metrics.GAUGES, 2)
     shares = ((0.1, 0.2, 0.7), (0.3, 0.3, 0.4))
@@ -91,7 +91,7 @@ def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
     assert served("nsa_gate_share_ratio", layer="1", branch="selected") == 0.3
     assert served("nsa_gate_share_mean_ratio", branch="sliding") == 0.55
     assert served("nsa_kernel_info", branch="sliding", backend="portable") == 1
-    assert served("nsa_heartbeat_timestamp_seconds") == pytest.approx(time.time(), abs=5)
+    assert began <= served("nsa_heartbeat_timestamp_seconds") <= time.time()
     write(tmp_path / "alpha", beat(step=8, loss=1.5))
     assert served("nsa_loss_nats") == 1.5
 
@@ -297,12 +297,12 @@ def test_the_command_listens_on_loopback_registers_itself_and_leaves_cleanly(tmp
     try:
         address = process.stdout.readline().split()[-1]
         assert json.loads(target.read_text()) == [{"targets": [address.split("/")[2]]}]
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        with urllib.request.urlopen(address, timeout=60) as answer:
             assert 'nsa_step{rank="0",run="alpha"} 3.0' in answer.read().decode()
         listening = {line.split()[1] for line in _listening(process.pid)}
         assert {hexed.partition(":")[0] for hexed in listening} == {"0100007F"}, "127.0.0.1 and nothing else"
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert (process.returncode, err, target.exists()) == (0, "", False)

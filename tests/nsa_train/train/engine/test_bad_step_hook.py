@@ -57,27 +57,45 @@ def skips(tmp_path_factory):
         tmp_path_factory,
         without_1=(Job("", 1), Fault("left_out", [4])),
         forward_1=(Job("", 1), Fault("forward", [4])),
-        loss_1=(Job("", 1), Fault("loss", [4])),
         gradient_1=(Job("", 1), Fault("gradient", [4])),
         spike_1=(Job("", 1, SPIKES), Fault("spike", [4])),
         calm=(Job("", 1, SPIKES), Fault()),
         without_ddp=(Job("", 2), Fault("left_out", [4])),
-        forward_ddp=(Job("", 2), Fault("forward", [4], rank=1)),
         loss_ddp=(Job("", 2), Fault("loss", [4], rank=1)),
-        gradient_ddp=(Job("", 2), Fault("gradient", [4], rank=1)),
         without_fsdp=(Job("", 2, FSDP), Fault("left_out", [4])),
         forward_fsdp=(Job("", 2, FSDP), Fault("forward", [4], rank=0)),
+    )
+
+
+@pytest.fixture(scope="module")
+def skips_at_night(tmp_path_factory):
+    return run(
+        tmp_path_factory,
+        without_1=(Job("", 1), Fault("left_out", [4])),
+        loss_1=(Job("", 1), Fault("loss", [4])),
+        without_ddp=(Job("", 2), Fault("left_out", [4])),
+        forward_ddp=(Job("", 2), Fault("forward", [4], rank=1)),
+        gradient_ddp=(Job("", 2), Fault("gradient", [4], rank=1)),
+        without_fsdp=(Job("", 2, FSDP), Fault("left_out", [4])),
         loss_fsdp=(Job("", 2, FSDP), Fault("loss", [4], rank=1)),
     )
 
 
-CASES = ["forward_1", "loss_1", "gradient_1", "spike_1"]
-CASES += ["forward_ddp", "loss_ddp", "gradient_ddp", "forward_fsdp", "loss_fsdp"]
+@pytest.fixture
+def skipping(request, case):
+    """The runs that the case is among."""
+    return request.getfixturevalue("skips_at_night" if case in AT_NIGHT else "skips")
+
+
+# For every change each fault once, and a run of each kind; every night faults of one kind in runs of another.
+BY_DAY = ["forward_1", "gradient_1", "spike_1", "loss_ddp", "forward_fsdp"]
+AT_NIGHT = ["loss_1", "forward_ddp", "gradient_ddp", "loss_fsdp"]
+CASES = [*BY_DAY, *(pytest.param(case, marks=pytest.mark.nightly) for case in AT_NIGHT)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_step_leaves_the_weights_of_a_run_without_it(skips, case):
-    folder, codes = skips
+def test_a_bad_step_leaves_the_weights_of_a_run_without_it(skipping, case):
+    folder, codes = skipping
     assert set(codes[case]) == {0}
     assert same_weights(folder / case, folder / f"without_{case.split('_')[1]}")
 
@@ -162,8 +180,8 @@ def test_a_checkpoint_of_another_optimizer_is_resumed(later_in_other_runs):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_skipped_on_all_ranks_and_written_down(skips, case):
-    folder, codes = skips
+def test_it_is_skipped_on_all_ranks_and_written_down(skipping, case):
+    folder, codes = skipping
     told = [skipped(folder / case, rank) for rank in range(len(codes[case]))]
     assert [step for step, _ in told[0]] == [5]
     assert all(other == told[0] for other in told)
@@ -177,7 +195,7 @@ def test_it_is_skipped_on_all_ranks_and_written_down(skips, case):
 
 
 def test_a_nan_does_not_stay_in_the_window(skips):
-    window = state(skips[0] / "forward_ddp", 12)["spike_window"]
+    window = state(skips[0] / "forward_fsdp", 12)["spike_window"]
     assert len(window["losses"]) == len(window["grad_norms"]) == 11
     assert all(map(math.isfinite, window["losses"] + window["grad_norms"]))
     assert (window["recent"], window["nonfinite_steps"]) == ([5], 1)
@@ -196,22 +214,41 @@ def ways_back(tmp_path_factory):
         tmp_path_factory,
         gap_1=(Job("", 1, STREAK), gap),
         streak_1=(Job("", 1, STREAK), bad),
-        fed_1=(Job("", 1, [*STREAK, "data.prefetch=true"]), bad),
-        gap_ddp=(Job("", 2, STREAK), gap),
-        streak_ddp=(Job("", 2, STREAK), bad),
         gap_fsdp=(Job("", 2, [*STREAK, *FSDP]), gap),
         streak_fsdp=(Job("", 2, [*STREAK, *FSDP]), bad),
-        for_ever=(Job("", 2, STREAK), for_ever),
-        no_way=(Job("", 1, [*STREAK, "train.max_rollbacks=0"]), for_ever),
+        for_ever=(Job("", 1, STREAK), for_ever),
         too_early=(Job("", 1, ["train.save_every=0", *STREAK[1:]]), Fault("forward", [1, 2, 3])),
         half=(Job("", 1, [*STREAK, "train.steps=11"]), bad),
         half__on=(Job("", 1, STREAK, resume=True), bad),
     )
 
 
-@pytest.mark.parametrize("case", ["streak_1", "fed_1", "streak_ddp", "streak_fsdp", "half"])
-def test_a_streak_is_gone_back_from_and_its_batches_left_out(ways_back, case):
-    folder, codes = ways_back
+@pytest.fixture(scope="module")
+def ways_back_at_night(tmp_path_factory):
+    bad, for_ever, gap = Fault("forward", BAD_STREAK, rank=0), Fault("forward", list(range(6, 99))), Fault("gap", GONE)
+    return run(
+        tmp_path_factory,
+        gap_1=(Job("", 1, STREAK), gap),
+        fed_1=(Job("", 1, [*STREAK, "data.prefetch=true"]), bad),
+        gap_ddp=(Job("", 2, STREAK), gap),
+        streak_ddp=(Job("", 2, STREAK), bad),
+        for_ever=(Job("", 2, STREAK), for_ever),
+        no_way=(Job("", 1, [*STREAK, "train.max_rollbacks=0"]), for_ever),
+    )
+
+
+@pytest.fixture
+def going_back(request, case):
+    """The runs that the case is among."""
+    return request.getfixturevalue("ways_back_at_night" if case in ("fed_1", "streak_ddp") else "ways_back")
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["streak_1", "streak_fsdp", "half", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("fed_1", "streak_ddp"))],
+)
+def test_a_streak_is_gone_back_from_and_its_batches_left_out(going_back, case):
+    folder, codes = going_back
     assert set(codes[case]) == {0}
     way = "1" if case == "half" else case.split("_")[1]
     assert same_weights(folder / case, folder / f"gap_{way}")
@@ -224,7 +261,7 @@ def test_a_streak_is_gone_back_from_and_its_batches_left_out(ways_back, case):
 
 def test_the_way_back_is_told(ways_back):
     folder, _ = ways_back
-    events = read_events(folder / "streak_ddp")
+    events = read_events(folder / "streak_fsdp")
     kinds = [
         event.kind
         for event in events
@@ -237,24 +274,33 @@ def test_the_way_back_is_told(ways_back):
     (lost,) = [event for event in events if event.kind == EventKind.LOST_STEPS]
     assert (lost.step, lost.details["steps"]) == (5, 4)
     for rank in (0, 1):
-        beats = list(read_beats(folder / "streak_ddp" / names.heartbeat(rank)))
+        beats = list(read_beats(folder / "streak_fsdp" / names.heartbeat(rank)))
         assert [beat.step for beat in beats if beat.msg == names.ROLLED_BACK] == [5]
         progress = [beat for beat in beats if beat.msg == names.PROGRESS]
         assert [beat.step for beat in progress] == [*range(1, 9), *range(6, 13)]
         assert all(beat.toks_per_s > 0 for beat in progress)
 
 
-def test_what_does_not_get_better_ends_with_exit_code_23(ways_back):
-    folder, codes = ways_back
-    assert (codes["for_ever"], codes["no_way"], codes["too_early"]) == ([23, 23], [23], [23])
-    ends = {name: read_events(folder / name)[-1] for name in ("for_ever", "no_way", "too_early")}
+def assert_given_up(folder, says: dict[str, str]) -> None:
+    ends = {name: read_events(folder / name)[-1] for name in says}
     assert all(end.kind == EventKind.ERROR for end in ends.values())
     assert {end.details["failure_code"] for end in ends.values()} == {FailureCode.NONFINITE}
-    assert "rolled back to step 5 before" in ends["for_ever"].details["error"]
-    assert "max_rollbacks" in ends["no_way"].details["error"]
-    assert "no checkpoint" in ends["too_early"].details["error"]
+    assert all(text in ends[name].details["error"] for name, text in says.items())
     assert [event.kind for event in read_events(folder / "for_ever")].count(EventKind.ROLLBACK) == 1
     assert (folder / "for_ever" / names.CHECKPOINTS / "step5").is_dir()
+
+
+def test_what_does_not_get_better_ends_with_exit_code_23(ways_back):
+    folder, codes = ways_back
+    assert (codes["for_ever"], codes["too_early"]) == ([23], [23])
+    assert_given_up(folder, {"for_ever": "rolled back to step 5 before", "too_early": "no checkpoint"})
+
+
+@pytest.mark.nightly  # one rank for every change
+def test_so_it_does_on_two_ranks_and_where_no_way_back_is_allowed(ways_back_at_night):
+    folder, codes = ways_back_at_night
+    assert (codes["for_ever"], codes["no_way"]) == ([23, 23], [23])
+    assert_given_up(folder, {"for_ever": "rolled back to step 5 before", "no_way": "max_rollbacks"})
 
 
 @pytest.fixture(scope="module")
@@ -284,14 +330,22 @@ def flips(tmp_path_factory):
         tmp_path_factory,
         two=(Job("", 2, each), Fault("weight", [3], rank=1)),
         three=(Job("", 3, ["train.batch_size=3", *each]), Fault("weight", [3], rank=1)),
-        hsdp=(Job("", 4, [*HSDP, *each]), Fault("weight", [3], rank=2)),
         seldom=(Job("", 2, ["train.replica_check_every=12", "train.steps=5"]), Fault("weight", [3], rank=1)),
     )
 
 
-@pytest.mark.parametrize(("case", "ranks"), [("two", "0, 1"), ("three", "1"), ("hsdp", "0, 2")])
+@pytest.mark.parametrize(("case", "ranks"), [("two", "0, 1"), ("three", "1")])
 def test_a_flipped_bit_on_one_replica_ends_the_run_and_names_the_rank(flips, case, ranks):
-    folder, codes = flips
+    assert_named(*flips, case, ranks)
+
+
+@pytest.mark.nightly  # four ranks
+def test_it_does_where_a_replica_is_divided_among_ranks(tmp_path_factory):
+    hsdp = Job("", 4, [*HSDP, "train.replica_check_every=1"])
+    assert_named(*run(tmp_path_factory, hsdp=(hsdp, Fault("weight", [3], rank=2))), "hsdp", "0, 2")
+
+
+def assert_named(folder, codes, case, ranks):
     assert set(codes[case]) == {16}
     end = read_events(folder / case)[-1]
     assert end.kind == EventKind.ERROR

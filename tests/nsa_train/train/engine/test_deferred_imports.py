@@ -3,9 +3,10 @@
 import ast
 import importlib
 import importlib.util
+import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,45 @@ AT_IMPORT = (ast.Module, ast.ClassDef, ast.If, ast.Try, ast.With)
 """Blocks whose statements run while a module is imported."""
 
 
-def in_a_new_process(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+# Forks a process for each program that stdin names; prints its exit code and what it printed.
+_FORKS = """
+import json, os, sys, traceback
+import nsa_train.train.engine
+for line in sys.stdin:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(writer, 1)
+        code = 1
+        try:
+            exec(json.loads(line), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    os.close(writer)
+    with open(reader) as said:
+        text = said.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def in_a_new_process() -> Iterator[Callable[[str], str]]:
+    """Run a program in a process that has imported the engine's adapter before, and nothing else."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", _FORKS], text=True, bufsize=1, **pipes) as forks:
+
+        def run(program: str) -> str:
+            forks.stdin.write(json.dumps(program) + "\n")
+            code, text = json.loads(forks.stdout.readline())
+            assert code == 0
+            return text.strip()
+
+        yield run
+        forks.stdin.close()
 
 
 def imported_names(tree: ast.Module, module: str, package: str) -> dict[str, str]:
@@ -105,7 +142,7 @@ def test_deferred_names_exist_in_their_modules(module, names):
     assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
 
 
-def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_used():
+def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_used(in_a_new_process):
     program = (
         "import sys, nsa_train.train.engine as e\n"
         "from olmo_core import io\n"
@@ -120,7 +157,7 @@ def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_u
     assert in_a_new_process(program) == "/"
 
 
-def test_the_compiler_is_imported_by_the_first_call_of_a_function_that_is_hidden_from_it():
+def test_the_compiler_is_imported_by_the_first_call_of_a_function_that_is_hidden_from_it(in_a_new_process):
     program = (
         "import sys, torch, nsa_train.train.engine\n"
         "from olmo_core.nn.moe.mlp import MoEMLP\n"
@@ -163,7 +200,7 @@ def test_nothing_of_it_is_left_after_the_engine_is_imported():
     assert not any(isinstance(module, DeferredModule) for module in sys.modules.values())
 
 
-def test_blocks_of_experts_are_real_once_their_module_is_imported():
+def test_blocks_of_experts_are_real_once_their_module_is_imported(in_a_new_process):
     program = (
         "import sys, nsa_train.train.run\n"
         "from nsa_train.train.engine.deferred_imports import without_expert_blocks\n"
@@ -197,7 +234,7 @@ def test_the_initialisation_of_weights_only_asks_for_that_class():
         assert not isinstance(torch.nn.Linear(1, 1), getattr(importlib.import_module(EXPERT_BLOCKS), EXPERT_BLOCK))
 
 
-def test_nothing_is_an_instance_of_a_class_that_was_never_imported():
+def test_nothing_is_an_instance_of_a_class_that_was_never_imported(in_a_new_process):
     program = (
         "import sys, nsa_train.train.engine\n"
         "from olmo_core.train.callbacks import speed_monitor\n"

@@ -12,9 +12,9 @@ FULL, SELECTIVE = "runtime.gradient_checkpointing=full", "runtime.gradient_check
 FAST = {
     "fsdp": [2, FSDP, FULL, *BF16],
     "context": [2, FSDP, FULL, *BF16, "parallel.cp=2"],
-    "accumulation": [2, FSDP, "train.batch_size=2", "train.accumulate_grad_batches=4"],
 }
 SLOW = {
+    "accumulation": [2, FSDP, "train.batch_size=2", "train.accumulate_grad_batches=4"],
     "fsdp_off": [4, FSDP, *BF16],
     "fsdp_selective": [4, FSDP, SELECTIVE, *BF16],
     "fsdp_mlp": [4, FSDP, "nsa.preset=paper"],

@@ -57,11 +57,10 @@ class TensorCase:
 
 EVERYTHING = dict(qk_norm=True, qkv_bias=True, attention_out_bias=True)
 FAST = {
-    "tp": TensorCase(nsa=dict(phi="softmax"), steps=20),
+    "tp": TensorCase(nsa=dict(phi="softmax"), steps=8),
     "fsdp": TensorCase(EVERYTHING, dict(phi="mlp", phi_pos_emb=True, kv="per_branch"), world=4),
     "kinds": TensorCase(dict(attention="dense,nsa,window,global", n_layers=4, tie_embeddings=True), packed=False),
     "merged": TensorCase(dict(attention="merged"), dict(selector_loss=1.0)),
-    "all blocks": TensorCase(dict(attention="merged"), dict(selector_loss=1.0, selector_blocks="all")),
     "families": TensorCase(
         dict(post_norm=True, ffn_bias=True, rotary_dim=4, rope_layers="scaled,none", attention="window,nsa", window=5)
     ),
@@ -72,6 +71,8 @@ FAST = {
     ),
 }
 SLOW = {
+    "many steps": TensorCase(nsa=dict(phi="softmax"), steps=20),
+    "all blocks": TensorCase(dict(attention="merged"), dict(selector_loss=1.0, selector_blocks="all")),
     **{f"phi_{phi}": TensorCase(nsa=dict(phi=phi)) for phi in PHIS},
     **{f"pos_emb_{phi}": TensorCase(nsa=dict(phi=phi, phi_pos_emb=True), world=4) for phi in PHIS_WITH_POS_EMB},
     **{f"kv_{kv}": TensorCase(nsa=dict(kv=kv)) for kv in KV_PROJECTIONS},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from proofs import import_path
 from proofs.drill.__main__ import app
 from proofs.drill.chaos.run import unplayable
 from proofs.drill.chaos.schedule import make_plan
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[4]
 def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, dict, str]:
     words = ["--chaos", duration, "--seed", str(seed), "--keep", str(keep)]
     command = [sys.executable, "-m", "proofs.drill", "--json", *words]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, "PYTHONPATH": import_path()}
     with subprocess.Popen(
         command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as drill:

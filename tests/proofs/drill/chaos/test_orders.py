@@ -50,9 +50,9 @@ def test_the_clock_jumps_and_returns(tmp_path, seconds):
     order = OrderFile.give(tmp_path, 4, 0, CLOCK, seconds, for_s=0.2)
     follower.follow(5)
     assert order.taken
-    assert abs(time.time() - true_time() - seconds) < 1
+    assert abs(time.time() - true_time() - seconds) < HOUR_S / 2
     assert not order.over
     time.sleep(0.25)
     follower.follow(6)
     assert order.over
-    assert abs(time.time() - true_time()) < 1
+    assert abs(time.time() - true_time()) < HOUR_S / 2

@@ -21,6 +21,7 @@ from nsa_train.observe.view.monitor.frame import frame
 from nsa_train.observe.view.monitor.text_layout import plain_ascii
 from nsa_train.observe.view.snapshot import SnapshotReader, take_snapshot
 from nsa_train.observe.watch.conditions import CONDITIONS, HealthFinding
+from proofs import import_path
 from tests.nsa_train.observe.recorded import BEGAN, a_beat, a_run
 from tests.nsa_train.observe.written import of_ranks, with_layers, write_run
 
@@ -209,7 +210,7 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     parent, child = pty.openpty()
     before = termios.tcgetattr(parent)[3]
     os.set_inheritable(child, True)
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "COLUMNS": "80", "LINES": "24"}
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": import_path(), "COLUMNS": "80", "LINES": "24"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
         [sys.executable, "-m", "nsa_train.cli", "monitor", str(tmp_path)],
@@ -217,12 +218,11 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     )  # fmt: skip
     os.close(child)
     try:
-        first = _read(parent, until=b"its last", patience_s=60)
-        first += _read(parent, until=None, patience_s=0.5)
-        quiet = _read(parent, until=b"UTC", patience_s=30) + _read(parent, until=None, patience_s=0.5)
+        first = _read(parent, until=b"its last", patience_s=60) + _read_until_silent(parent)
+        quiet = _read(parent, until=b"UTC", patience_s=60) + _read_until_silent(parent)
         os.write(parent, b"q")
-        last = _read(parent, until=b"\x1b[?25h", patience_s=30)
-        assert process.wait(30) == 0
+        last = _read(parent, until=b"\x1b[?25h", patience_s=60)
+        assert process.wait(60) == 0
         assert termios.tcgetattr(parent)[3] == before  # keys are echoed and taken by the line again
     finally:
         process.kill()
@@ -232,6 +232,14 @@ def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
     assert b"UTC" in quiet
     assert len(quiet) < 400, quiet  # the clock, and nothing else
     assert b"\x1b[?1049l" in last
+
+
+def _read_until_silent(descriptor: int, silence_s: float = 0.3) -> bytes:
+    """The rest of a frame: the clock in the next one follows after a second."""
+    got = b""
+    while more := _read(descriptor, until=None, patience_s=silence_s):
+        got += more
+    return got
 
 
 def _read(descriptor: int, until: bytes | None, patience_s: float) -> bytes:
