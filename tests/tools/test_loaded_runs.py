@@ -28,7 +28,7 @@ def loaded(monkeypatch, *words: object) -> int:
 
 def test_a_test_that_fails_once_is_named(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_some.py").write_text(FLAKY.format(folder=str(tmp_path)))
-    assert loaded(monkeypatch, 2, "-c", "/dev/null", tmp_path) == 1
+    assert loaded(monkeypatch, 2, "-n", "0", "-c", "/dev/null", tmp_path) == 1
     first, second, total, name = capsys.readouterr().out.splitlines()
     assert first.startswith("run 1 of 2: 2 tests, 0 failed")
     assert second.startswith("run 2 of 2: 2 tests, 1 failed")
@@ -38,7 +38,7 @@ def test_a_test_that_fails_once_is_named(tmp_path, monkeypatch, capsys):
 
 
 def test_no_test_at_all_is_a_failure(tmp_path, monkeypatch):
-    assert loaded(monkeypatch, 1, "-c", "/dev/null", tmp_path) == 1
+    assert loaded(monkeypatch, 1, "-n", "0", "-c", "/dev/null", tmp_path) == 1
 
 
 def test_the_loops_end_with_the_block():
