@@ -211,7 +211,7 @@ def _skipping() -> Recording:
 
 
 def _skipping_uncounted() -> Recording:
-    """The same from a version that does not count."""
+    """`_skipping` from a version that does not count."""
     recording = _skipping()
     recording.beats[0] = [replace(beat, nonfinite_steps=None, skipped_steps=None) for beat in recording.beats[0]]
     return recording

@@ -19,7 +19,7 @@ from nsa_train.names import TRACKERS
 _QUEUE_SIZE = 1024
 """Records that may be queued; further ones are dropped."""
 _RETRY_S = 60.0
-"""Between attempts to connect to an unavailable service."""
+"""Pause between attempts to connect to an unavailable service."""
 _CLOSE_TIMEOUT_S = 30.0
 """How long the end of a run waits for queued records to be sent."""
 _PASSWORD = re.compile(r"//[^/@\s]*@")
@@ -115,7 +115,7 @@ class TrackerIds:
             write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
 
     def _read(self) -> dict[str, str]:
-        """Empty if the file is missing or damaged: the tracker then gets a second run."""
+        """Read the ids; without them (file missing or damaged) the tracker gets a second run."""
         try:
             ids = json.loads(self._path.read_text(encoding="utf-8"))
         except (OSError, ValueError):

@@ -84,7 +84,7 @@ class ModelEvaluation:
     held_out: dict[str, Any] | None = None
     """data, seq_len, rows, tokens, loss, bits_per_byte, accuracy and by_position: rows of begin, end, …"""
     held_out_against: dict[str, Any] | None = None
-    """As `held_out`, for the reference model, with its name: model."""
+    """`held_out` of the reference model, with its name: model."""
     agreement: dict[str, Any] | None = None
     """data, rows, against, tokens, loss, against_loss, difference, same_top, divergence, …, and by_position."""
     layers: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class ModelEvaluation:
     selection: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, queries, hit_rate, chance, mass_caught, window_mass, …"""
     selection_against: list[dict[str, Any]] = field(default_factory=list)
-    """As `selection`, for the reference model, if it selects blocks."""
+    """`selection` of the reference model, if it selects blocks."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     """Rows of layer, questions, chance, fact_hit, accuracy, …; the one without a layer is about any layer."""
     lm_eval: dict[str, dict[str, float]] = field(default_factory=dict)

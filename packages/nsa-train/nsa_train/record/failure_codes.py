@@ -26,7 +26,7 @@ from nsa.files import NO_ROOM
 
 
 class FailureCode(StrEnum):
-    """Most specific first: of several in one chain of exceptions, the first in this order is recorded."""
+    """Codes, the most specific first: of several in one chain of exceptions, the first in this order is recorded."""
 
     OUT_OF_MEMORY = "out_of_memory"
     DATA_PROCESS_KILLED = "data_process_killed"
@@ -97,7 +97,7 @@ _LEGACY_TIMEOUT = re.compile(r"^(DataTimeout|_TooLate)\b|did not come within")
 
 
 def _code_from_legacy_text(message: str) -> FailureCode:
-    """For records written before `failure_code` existed: `ExceptionClass: message` of that time. Never extended."""
+    """Classify records from before `failure_code` by their `ExceptionClass: message` of that time. Never extended."""
     if _LEGACY_OUT_OF_MEMORY.search(message):
         return FailureCode.OUT_OF_MEMORY
     return FailureCode.DATA_TIMEOUT if _LEGACY_TIMEOUT.search(message) else FailureCode.UNEXPECTED
@@ -124,6 +124,6 @@ def _of_one(error: BaseException) -> FailureCode:
 
 
 def _is_of_torch(error: BaseException, name: str) -> bool:
-    """Without importing torch: readers of run folders do not need it, and a process that raised its error has it."""
+    """Check without importing torch: readers of run folders do not need it; whoever raised its error has it."""
     kind = getattr(sys.modules.get("torch"), name, None)
     return kind is not None and isinstance(error, kind)

@@ -62,7 +62,7 @@ def clear(folder: Path, *, now: float, step: int) -> Path | None:
 
 
 def age(seconds: float) -> str:
-    """5 s, 12 min, 3.1 h, 2.4 days."""
+    """Format an age: 5 s, 12 min, 3.1 h, 2.4 days."""
     seconds = max(0.0, seconds)
     for unit, length in (("days", 86400.0), ("h", 3600.0)):
         if seconds >= length:

@@ -96,7 +96,7 @@ def _memory(kind: str) -> PrometheusGauge:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRecord:
-    """`ts` to `msg` are in every record, the others in progress records."""
+    """One record of a rank: `ts` to `msg` are in every record, the others in progress records."""
 
     # fmt: off
     ts: float = _field(

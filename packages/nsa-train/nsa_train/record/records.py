@@ -37,7 +37,7 @@ Unreadable = Counter[str]
 
 
 def describe_unreadable(unreadable: Mapping[str, int]) -> str:
-    """One line of text; empty if everything could be read."""
+    """Describe what could not be read in one line; empty if everything could."""
     files = {name: count for name, count in unreadable.items() if count}
     if not files:
         return ""
@@ -49,14 +49,14 @@ def describe_unreadable(unreadable: Mapping[str, int]) -> str:
 
 
 def number(value: Any) -> float | None:
-    """NaN and infinite values are valid."""
+    """A number; NaN and infinite values are valid."""
     if type(value) is float and (value != value or -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER or math.isinf(value)):
         return value
     return value if type(value) is int and -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER else None
 
 
 def amount(value: Any) -> float | None:
-    """Finite and not negative: seconds, bytes, rates."""
+    """A finite number that is not negative: seconds, bytes, rates."""
     return value if type(value) in (float, int) and 0 <= value <= _LARGEST_NUMBER else None
 
 
@@ -65,7 +65,7 @@ def whole(value: Any) -> int | None:
 
 
 def process_id(value: Any) -> int | None:
-    """0 and negative numbers address process groups in kill(2) and are invalid."""
+    """A positive process id: 0 and negative numbers address process groups in kill(2)."""
     return value if type(value) is int and 0 < value < 2**31 else None
 
 
@@ -120,7 +120,7 @@ def rows_of_numbers(value: Any) -> tuple[tuple[float, ...], ...] | None:
 
 
 def anything(value: Any) -> Any:
-    """Any type, up to a nesting depth that readers can traverse."""
+    """A value of any type, up to a nesting depth that readers can traverse."""
     return value if _is_shallow(value) else None
 
 
@@ -153,7 +153,7 @@ def fields(
 
 
 def to_line(record: Mapping[str, Any]) -> str:
-    """Strict JSON: non-finite numbers become strings that `float` accepts."""
+    """A record as strict JSON: non-finite numbers become strings that `float` accepts."""
     return json.dumps({name: _encode(value) for name, value in record.items()}, allow_nan=False, separators=(",", ":"))
 
 
@@ -236,7 +236,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
 
 
 def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
-    """(rank, path), lowest rank first."""
+    """Heartbeat files as (rank, path), lowest rank first."""
     files = []
     for path in folder.glob(names.HEARTBEATS):
         if (rank := names.rank_of_heartbeat(path.name)) is not None:

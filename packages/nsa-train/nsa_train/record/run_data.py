@@ -82,7 +82,7 @@ class ThinnedSeries:
         self._newest: Any = None
 
     def add(self, item: Any) -> None:
-        """Cheap for an item that is not kept."""
+        """Add an item; cheap for one that is not kept."""
         self._newest = item
         if self._seen % self._stride == 0:
             self._kept.append(item)
@@ -171,7 +171,7 @@ class RankSeries:
         self.last_progress = record
 
     def _supersede(self, step: int) -> None:
-        """The run continues from `step`: later rows are superseded."""
+        """Mark later rows as superseded: the run continues from `step`."""
         for row in range(len(self) - 1, -1, -1):
             if self.step[row] > step:
                 self.superseded[row] = 1

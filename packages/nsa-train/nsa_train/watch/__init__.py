@@ -1,1 +1,1 @@
-"""Observation of a run by its records: health checks, watchdog, exporter, monitor, report. Needs no torch, no engine."""
+"""Watching a run by its records: health checks, watchdog, exporter, monitor, report. Needs no torch, no engine."""

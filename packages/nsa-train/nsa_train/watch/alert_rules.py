@@ -10,7 +10,7 @@ from nsa_train.watch.conditions import CONDITIONS, AlertLevel, HealthLimits, fin
 _RUNBOOK = "docs/RUNBOOK.md"
 REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
 EXPORTER_DOWN = "exporter_down"
-"""Not a condition of a run: its exporter does not respond."""
+"""Alert that is no condition of a run: its exporter does not respond."""
 
 _RECENT_S = 900.0
 """How long a single occurrence keeps an alert firing."""

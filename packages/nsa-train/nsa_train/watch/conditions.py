@@ -136,7 +136,7 @@ _BY_RUN = "by (instance, job, run)"
 
 
 def _not_finite(condition: str, gauge: str, counter: str) -> str:
-    """The gauge may be overwritten between two scrapes, the counter is not; skipped steps are in neither."""
+    """Combine gauge and counter: a scrape may miss a value of the gauge, not a count; skipped steps are in neither."""
     taken = f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
     return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({findings_expr(condition)})"
 

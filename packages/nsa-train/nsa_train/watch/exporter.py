@@ -105,7 +105,7 @@ class SharedScrapes:
 
 
 class ScrapeServer(ThreadingMixIn, WSGIServer):
-    """One thread per request; none of them keeps the process from exiting."""
+    """Server with a thread per request; none of them keeps the process from exiting."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -113,7 +113,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Do nothing: requests are not logged."""
 
 
 def _serve(app: "WSGIApplication", host: str, port: int) -> WSGIServer:

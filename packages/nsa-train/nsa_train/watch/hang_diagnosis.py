@@ -22,7 +22,7 @@ _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
 
 
 class HangDiagnosis:
-    """`wait_s`: how long to wait for the dumps of all ranks together."""
+    """Collects the dumps of all ranks; waits `wait_s` for all of them together."""
 
     def __init__(
         self, folder: Path, logs: Sequence[RankLog], wait_s: float = 5.0, sleep: Callable[[float], None] = time.sleep
@@ -79,7 +79,7 @@ class HangDiagnosis:
 
 
 def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Per process group, the ranks that have not reached the collective at which the others wait."""
+    """Name, per process group, the ranks that have not reached the collective at which the others wait."""
     for backend in ("gloo", "nccl"):
         groups = {rank: _part(_part(record, backend), "pg_status") for rank, record in traces.items()}
         for group in sorted({name for status in groups.values() for name in status}):

@@ -39,7 +39,7 @@ def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[He
 
 
 def stall_limit_s(log: RankLog, history: RunHistory, limits: HealthLimits) -> float:
-    """How long this process may go without a heartbeat at its current step."""
+    """The time that this process may go without a heartbeat at its current step."""
     limit = max(limits.stall_s, limits.stall_steps * log.step_s)
     # Whether a process on another host is gone is not known; its launcher has told that it starts another one.
     restarting = history.restarted_at is not None and log.last_at <= history.restarted_at
@@ -212,7 +212,7 @@ def _failure(history: RunHistory) -> list[HealthFinding]:
 
 
 def _waiting(history: RunHistory) -> list[HealthFinding]:
-    """A launcher waits for other nodes. Not one that waits to join ranks which run without it."""
+    """A launcher that waits for other nodes; not one that waits to join ranks which run without it."""
     waiting = history.waiting
     if waiting is None or any(log.last.ts > waiting.ts for log in history.present.values()):
         return []
@@ -277,7 +277,7 @@ def _losses(log: RankLog, facts: RunFacts, limits: HealthLimits) -> Iterator[tup
 
 
 def _risen(log: RankLog, limits: HealthLimits) -> str | None:
-    """Within this process only: a run resumed with other data or settings has another loss without diverging."""
+    """Compare losses of this process only: with other data or settings, a resumed run has another loss and is well."""
     increase = rise([loss for step, loss in log.losses if step > log.began_step], limits.divergence_records)
     if increase is None or increase.sigma < limits.divergence_sigma:
         return None

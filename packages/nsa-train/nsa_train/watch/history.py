@@ -297,7 +297,7 @@ class HistoryReader:
         yield self._events
 
     def _ahead_s(self, beat: HeartbeatRecord) -> float:
-        """After the first update, two consecutive heartbeats must be ahead: a clock may have been set in between."""
+        """Seconds ahead of this clock; after the first update of two heartbeats in a row, since a clock may be set."""
         ahead, before = max(0.0, beat.ts - self.now.wall), self._ahead_before.get(beat.rank, 0.0)
         self._ahead_before[beat.rank] = ahead
         return ahead if self._last_update is None else min(ahead, before)

@@ -114,7 +114,7 @@ def served_names() -> set[str]:
 
 @dataclass
 class CountedHistory(RunHistory):
-    """Also counts occurrences since the run began, across processes: a counter must not decrease."""
+    """History that also counts since the run began, across processes: a counter must not decrease."""
 
     skipped: Counter[int] = field(default_factory=Counter)
     nonfinite: Counter[int] = field(default_factory=Counter)

@@ -88,7 +88,7 @@ def _falling(progress: list[HeartbeatRecord]) -> SmokeCheck:
 
 
 def _rows_agree(rows: list[dict[str, str]], progress: list[HeartbeatRecord]) -> SmokeCheck:
-    """A resumed or rolled-back run records a step twice; a rotated heartbeat file begins later than the CSV."""
+    """Compare the losses of CSV and heartbeat. A resumed run has a step twice, a rotated heartbeat begins later."""
     recorded: dict[int, list[float]] = {}
     for beat in progress:
         recorded.setdefault(beat.step, []).append(math.nan if beat.loss is None else beat.loss)

@@ -76,7 +76,7 @@ class RunStatus:
 
     @property
     def exit_code(self) -> int:
-        """0 healthy or finished, 1 needs attention, 2 critical, failed or hung."""
+        """Exit code: 0 healthy or finished, 1 needs attention, 2 critical, failed or hung."""
         critical = any(finding.level == AlertLevel.CRITICAL for finding in self.findings)
         if critical or self.phase in _BAD:
             return 2
@@ -99,7 +99,7 @@ class RunStatus:
 def status_of(
     folder: Path, history: RunHistory, findings: Sequence[HealthFinding], *, now: float, wall: float
 ) -> RunStatus:
-    """`now` is on the monotonic clock of the history, `wall` the time of day."""
+    """Summarize a run; `now` is on the monotonic clock of the history, `wall` the time of day."""
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
     loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])

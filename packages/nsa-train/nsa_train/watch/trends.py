@@ -46,7 +46,7 @@ def gain(points: Sequence[tuple[int, float]], steps: int) -> float | None:
 
 
 def smoothed_last(values: Sequence[float]) -> tuple[float, int]:
-    """(value, records): the current loss as the mean of the last records; (NaN, 0) without any.
+    """The current loss as the mean of the last records, and their number; (NaN, 0) without any.
 
     The last tenth of all records, at least 1 and at most 20: one batch is noisy, and a mean over more of a short run is
     outdated. Non-finite values are left out, unless the last one is non-finite: then that is the result.
@@ -83,7 +83,7 @@ class SustainedRise(NamedTuple):
 
 
 def rise(values: Sequence[float], size: int) -> SustainedRise | None:
-    """How far the mean of the last `size` values lies above the lowest mean of earlier blocks of `size` values.
+    """Compare the mean of the last `size` values with the lowest mean of earlier blocks of `size` values.
 
     None with fewer than two blocks, or without a rise. The noise is the larger of the standard error of the two means
     and the spread of the means of earlier blocks, which is larger where the noise of records is correlated.
@@ -119,7 +119,7 @@ def creep(values: Sequence[float], least: float) -> float | None:
 
 
 def lasting_drop(values: Sequence[tuple[float, float]], usual: Sequence[float], share: float) -> tuple[float, float]:
-    """(seconds, usual value): how long the last (seconds, value) pairs have been below (1 − share) of the usual value.
+    """The seconds that the last (seconds, value) pairs have been below (1 − share) of the usual value, and that value.
 
     The usual value is the larger of the upper quartiles of `usual` (the first values of the run) and of the pairs: a
     drop that fills half of the remembered window does not become the norm, nor does one that fills all of it.

@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class Watchdog:
-    """`emit` receives every line that is also appended to health_check.log."""
+    """Checks a run and acts on what it finds; `emit` receives every line that health_check.log does."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Watchdog:
         self._reader.close()
 
     def _is_certain(self, finding: HealthFinding) -> bool:
-        """An age that this watchdog did not observe itself may come from a clock change: wait another `stall_s`."""
+        """Whether to act now. An age not watched from its start may come from a clock change: wait `stall_s` more."""
         if finding.name not in _BY_AGE or finding.condition.process_ended:
             return True
         log = self._reader.history.ranks.get(finding.rank) if finding.rank is not None else None
@@ -183,7 +183,7 @@ _GATE_NAMES = ("entropy_", "collapse_", "gate_")
 
 
 def _gate_details(log: RankLog) -> dict[str, Any]:
-    """gate_collapse_details.json: the last record, layers sorted by their largest gate, and the recent records."""
+    """Content of gate_collapse_details.json: the last record, layers by their largest gate, and recent records."""
     last = log.progress[-1]
     by_layer = last.gate_shares_by_layer or ()
     largest = [max(shares, default=math.nan) for shares in by_layer]
@@ -270,5 +270,5 @@ def _where(same: Sequence[HealthFinding]) -> str:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no non-finite numbers: as text."""
+    """A value for JSON, which has no non-finite numbers: those as text."""
     return str(value) if isinstance(value, float) and value - value != 0 else value

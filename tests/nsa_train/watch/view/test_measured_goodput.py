@@ -190,7 +190,7 @@ def with_clock(beats: list[HeartbeatRecord], ahead_s: float, first: int, last: i
 @pytest.mark.parametrize("ahead_s", [HOUR_S, -HOUR_S])
 @pytest.mark.parametrize(("first", "last"), [(20, 40), (20, 61)])
 def test_goodput_is_not_known_if_the_clock_was_set_back(ahead_s, first, last):
-    """Within a process, or before the next one starts."""
+    """A clock that is set within a process, or before the next one starts."""
     beats = [started(0, 0.0), *with_clock(steps(1, 61, 0.0), ahead_s, first, last)]
     beats += [started(60, 80.0, 2), *steps(61, 90, 84.0, pid=2)]
     assert goodput(series(beats), [RunEvent(0.0, EventKind.START, 0, {})]) is None

@@ -26,7 +26,7 @@ def nsa(*words: object) -> str:
 
 
 def falling(steps: int):
-    """From 5 to 1.97, with noise."""
+    """Losses from 5 to 1.97, with noise."""
     rng = random.Random(steps)
     return lambda step: {"loss": 1.97 + 3.03 * (1 - step / steps) ** 2 + rng.gauss(0, 0.005)}
 

@@ -33,7 +33,7 @@ def buckets(x: Sequence[float], y: Sequence[float], n: int) -> list[ChartBucket]
 
 
 def bucket(xs: Sequence[float], ys: Sequence[float]) -> ChartBucket | None:
-    """All of these points in one; None if every value is missing."""
+    """Summarize these points in one bucket; None if every value is missing."""
     at, total = sum(xs) / len(xs), sum(ys)
     if math.isfinite(total):
         return ChartBucket(at, min(ys), max(ys), total / len(ys), len(ys), 0)

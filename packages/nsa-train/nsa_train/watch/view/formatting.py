@@ -13,7 +13,7 @@ _NOT_FINITE = "not finite"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Significant digits with thousands separators; exponents only below 1e-4 and from 1e7."""
+    """Format with significant digits and thousands separators; exponents only below 1e-4 and from 1e7."""
     if value is None or math.isnan(value):
         return UNKNOWN
     if math.isinf(value):
@@ -43,13 +43,13 @@ def tick(value: float, step: float) -> str:
 
 
 def _round(value: float, step: float) -> str:
-    """As many decimals as a multiple of the step needs: one more than its order of magnitude, for steps of 2.5."""
+    """Print the decimals that a multiple of the step needs: one more than its order of magnitude, for steps of 2.5."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) + 1
     return f"{value:.{decimals}f}".rstrip("0").rstrip(".")
 
 
 def count(value: float | None) -> str:
-    """1,234,567 · 12.3 M · 4.56 G"""
+    """Format a count: 1,234,567 · 12.3 M · 4.56 G"""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e7, "M")):
@@ -80,7 +80,7 @@ def memory(mib: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units."""
+    """Format a duration in its two largest units."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 0:
@@ -131,7 +131,7 @@ def as_float(value: object) -> float:
 
 
 def accuracy_text(accuracy: float) -> str:
-    """What follows a held-out loss; nothing if the accuracy was not recorded (NaN)."""
+    """Text that follows a held-out loss; empty if the accuracy was not recorded (NaN)."""
     return "" if math.isnan(accuracy) else f", accuracy {share(accuracy)}"
 
 

@@ -90,7 +90,7 @@ def goodput(
     evaluations: Sequence[EvaluationRecord] = (),
     limits: HealthLimits | None = None,
 ) -> Goodput | None:
-    """None for a run without records, or whose clock was set back. Time after the last record belongs to no cause."""
+    """Attribute time to causes, up to the last record; None for a run without records, or whose clock was set back."""
     if any(after < before - HealthLimits.clock_skew_s for before, after in pairwise(lead.ts)):
         return None
     spans = _spans(lead, events)
@@ -134,7 +134,7 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
 
 
 def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:
-    """The last save may finish after the last heartbeat of a process; its event then ends the span.
+    """Extend a span to the event of its last save, which may come after the last heartbeat of the process.
 
     Events of the launcher about a dead process do not count.
     """
@@ -175,7 +175,7 @@ class _RowIntervals:
         return statistics.median(paces) if paces else 0.0
 
     def attribute(self, rows: range, spent: _Spent) -> None:
-        """All intervals of a process. Most contain only steps; those are summed here, for speed."""
+        """Attribute all intervals of a process. Most contain only steps; those are summed here, for speed."""
         lead, fetches = self._lead, self._lead.column("dt_fetch_s")
         special = self._saved | self._evaluated.keys() | self._skipped.keys()
         limit, waited, stepped = self._stall_s, 0.0, 0.0
@@ -191,7 +191,7 @@ class _RowIntervals:
         spent[TimeCause.PRODUCTIVE] += stepped
 
     def attribute_end(self, span: _ProcessSpan, spent: _Spent) -> None:
-        """From the last row to the end of the process: unrecorded steps, then saving and exiting."""
+        """Attribute the time from the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
         evaluated = min(duration, self._evaluated.get(row, 0.0))
@@ -251,7 +251,7 @@ def _row_of_save(lead: RankSeries, event: RunEvent) -> int:
 
 
 def _attribute_gap(last: float, begin: float, events: Sequence[RunEvent], spent: _Spent) -> None:
-    """Between two processes: down, or stalled until it was ended if the watchdog found a stall."""
+    """Attribute the time between two processes: down, or stalled until the end if the watchdog found a stall."""
     inside = [event for event in events if last < event.ts < begin]
     ended = next((event.ts for event in inside if event.kind in (EventKind.ERROR, EventKind.STOP)), begin)
     stalled = any(event.kind == EventKind.STALL and event.details.get("condition") != _GONE for event in inside)

@@ -52,7 +52,7 @@ class SnapshotReader:
         self._history.close()
 
     def _goodput(self, run: RunData) -> Goodput | None:
-        """Recomputed only when there are new records: it goes through all of them."""
+        """Compute the goodput only when there are new records: it goes through all of them."""
         of = (len(run.lead), len(run.events))
         if of != self._wall_key:
             self._wall, self._wall_key = goodput(run.lead, run.events, run.evaluations, self._limits), of

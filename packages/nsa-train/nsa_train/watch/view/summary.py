@@ -16,7 +16,7 @@ from nsa_train.watch.view.measured_goodput import Goodput, TimeCause, goodput
 
 @dataclass(frozen=True)
 class RunSummary:
-    """NaN is unknown; infinite stands for a non-finite value."""
+    """Figures of a run; NaN is unknown, infinite stands for a non-finite value."""
 
     step: int
     target: int | None

@@ -11,7 +11,7 @@ _LETTER = 7.2  # width of a character, about
 
 
 def svg_picture(title: str, width: float, height: float, parts: Sequence[str]) -> str:
-    """A whole file."""
+    """A stand-alone SVG file."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}">{_STYLE}'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>\n"
@@ -28,7 +28,7 @@ def svg_label(x: float, y: float, words: str, *, kind: str = "", anchor: str = "
 
 
 def svg_turned_label(x: float, y: float, words: str) -> str:
-    """Upwards, around its middle."""
+    """A label that reads upwards, around its middle."""
     return f'<text transform="translate({x:.0f} {y:.0f}) rotate(-90)" text-anchor="middle">{escape(words)}</text>'
 
 

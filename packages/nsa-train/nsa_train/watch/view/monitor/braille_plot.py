@@ -36,7 +36,7 @@ class BraillePlot:
     x_unit: str = "steps"
 
     def draw(self, width: int, height: int) -> list[Text]:
-        """`height` lines, the last of them the horizontal axis, each at most `width` cells wide."""
+        """Draw `height` lines, the last of them the horizontal axis, each at most `width` cells wide."""
         drawn = [buckets(curve.x, curve.y, 2 * width) for curve in self.curves]
         everything = [bucket for each in drawn for bucket in each]
         span = value_range(everything, from_zero=self.from_zero, more=[y for _, y in self.points])
@@ -91,7 +91,7 @@ class _BrailleCanvas:
             before = (column, mean)
 
     def letter(self, points: Sequence[ChartBucket], letter: str, style: str, place: int) -> None:
-        """At four places along the curve, different for each curve."""
+        """Write a letter at four places along the curve, different for each curve."""
         finite = [bucket for bucket in points if not math.isnan(bucket.mean)]
         for quarter in range(4 if letter and finite else 0):
             at = (quarter + (place + 0.5) / 6) / 4

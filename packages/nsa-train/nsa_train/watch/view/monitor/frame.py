@@ -52,7 +52,7 @@ _SHOWN = (
 
 
 def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
-    """`height` lines of `width` cells."""
+    """Render `height` lines of `width` cells."""
     plan = _plan(snapshot, height)
     left = (width - 2) // 2
     lines = [_header(snapshot, width), _facts(snapshot, width)]
@@ -76,7 +76,7 @@ class _FrameLayout(NamedTuple):
 
 
 def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
-    """24 lines show everything; more lines make charts taller, then show gates by layer, then more findings."""
+    """Divide the lines: 24 show everything; more make charts taller, then show gates by layer, then more findings."""
     two_rows = height >= 36
     spare = height - 24 - (_FrameLayout().charts if two_rows else 0)
     if spare <= 0:

@@ -16,7 +16,7 @@ def line(*pieces: _Pieces) -> Text:
 
 
 def fit(text: Text, width: int) -> Text:
-    """Exactly `width` cells: truncated with an ellipsis, or padded."""
+    """Fit text into exactly `width` cells: truncated with an ellipsis, or padded."""
     fitted = text.copy()
     fitted.truncate(max(0, width), overflow="ellipsis", pad=True)
     return fitted

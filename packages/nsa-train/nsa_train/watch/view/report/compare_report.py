@@ -73,7 +73,7 @@ def _over_steps(runs: Sequence[RunData], names: Sequence[str], column: str, from
 
 
 def _loss_over(runs: Sequence[RunData], names: Sequence[str], what: str) -> SvgChart:
-    """For runs with different batch sizes or speeds: loss over tokens, or over time."""
+    """Draw the loss over tokens, or over time, for runs with different batch sizes or speeds."""
     seconds, unit = time_unit(max((run.lead.ts[-1] - run.lead.ts[0] for run in runs if len(run.lead)), default=0.0))
     lines, last = [], 0.0
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):

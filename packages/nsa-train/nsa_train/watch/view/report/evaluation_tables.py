@@ -53,7 +53,7 @@ def result_tables(
 
 
 def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
-    """Result → figure as text, far tasks by length: what a model card shows."""
+    """Figures of a model card as text, by result; far tasks by length."""
     rows = {}
     if (held_out := evaluation.held_out) is not None:
         per_byte = held_out.get("bits_per_byte")
@@ -161,7 +161,7 @@ def _agreement_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
 
 
 def _harm_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    """The most harmful layer first."""
+    """Rows of the layers, the most harmful first."""
     layers = [] if evaluation.layers is None else evaluation.layers["layers"]
     return [
         (

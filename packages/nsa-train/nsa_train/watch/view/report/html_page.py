@@ -37,7 +37,7 @@ def section(name: str, anchor: str, *content: str) -> str:
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> str:
-    """(name, value, note)."""
+    """Render tiles of (name, value, note)."""
     cells = [
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(figure)}</b><span>{escape(more)}</span></div>'
         for name, figure, more in figures
@@ -74,7 +74,7 @@ def table(
     anchor: str = "",
     classes: Sequence[str] = (),
 ) -> str:
-    """Cells are escaped unless they are `SafeHtml`."""
+    """Render a table; cells are escaped unless they are `SafeHtml`."""
 
     def css(place: int) -> str:
         return ' class="n"' if place in numbers else ' class="code"' if place in codes else ""

@@ -223,7 +223,7 @@ def worst(run: RunData, name: str) -> list[ChartBucket]:
 
 
 def gate_pictures(run: RunData) -> tuple[list[tuple[str, str]], float, float, int, tuple[int, int]] | None:
-    """(branch, image) per branch, smallest and largest share, number of layers, first and last step."""
+    """Heat maps as (branch, image) per branch, smallest and largest share, number of layers, first and last step."""
     gates = run.lead.gates()
     if not gates:
         return None
