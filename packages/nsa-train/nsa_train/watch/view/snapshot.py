@@ -11,6 +11,7 @@ from nsa_train.watch.health import examine
 from nsa_train.watch.history import HistoryReader
 from nsa_train.watch.status import phase
 from nsa_train.watch.view.measured_goodput import Goodput, goodput
+from nsa_train.watch.watchdog import by_condition
 
 
 @dataclass
@@ -23,10 +24,7 @@ class RunSnapshot:
 
     def grouped(self) -> list[list[HealthFinding]]:
         """Findings grouped by condition, for all affected ranks."""
-        groups: dict[str, list[HealthFinding]] = {}
-        for finding in self.findings:
-            groups.setdefault(finding.name, []).append(finding)
-        return list(groups.values())
+        return by_condition(self.findings)
 
 
 class SnapshotReader:
