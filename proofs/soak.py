@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train import names
-from nsa_train.observe.events import EventKind, read_events
+from nsa_train.record.events import EventKind, read_events
 from proofs.drill.chaos.cluster import descendants
 from proofs.load.process_figures import FIGURES, process_figures
 

@@ -118,7 +118,7 @@ for broken in ({"phi_pos_emb": True}, {"rope_compressed": "before"}):
         assert "nsa.phi (last)" in str(error), error
 """
 METRIC = {
-    "nsa_train/observe/heartbeat_record.py": (
+    "nsa_train/record/heartbeat_record.py": (
         "    gpu_mem_alloc: float | None = _field(",
         "    open_files: int | None = _field(\n"
         '        "Files that the process has open.", unit="files", title="open files", format=MetricFormat.COUNT,\n'
@@ -136,16 +136,16 @@ sys.path.append({str(ROOT)!r})
 import runpy
 from pathlib import Path
 from nsa_train import names
-from nsa_train.observe.export.run_metrics import CountedHistory, samples, served_names
-from nsa_train.observe.heartbeat_file import JsonLines, read_beats
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.metric_writers import TRAINING_COLUMNS, tracked_numbers
-from nsa_train.observe.view.monitor.frame import frame
-from nsa_train.observe.view.report.compare_report import render as compare
-from nsa_train.observe.view.report.run_report import render as report
-from nsa_train.observe.view.run_data import load
-from nsa_train.observe.view.snapshot import take_snapshot
-from nsa_train.observe.watch.history import ClockReading
+from nsa_train.watch.run_metrics import CountedHistory, samples, served_names
+from nsa_train.record.heartbeat_file import JsonLines, read_beats
+from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.metric_writers import TRAINING_COLUMNS, tracked_numbers
+from nsa_train.watch.view.monitor.frame import frame
+from nsa_train.watch.view.report.compare_report import render as compare
+from nsa_train.watch.view.report.run_report import render as report
+from nsa_train.record.run_data import load
+from nsa_train.watch.view.snapshot import take_snapshot
+from nsa_train.watch.history import ClockReading
 from tools.docs.reference_pages import heartbeat_page
 
 run = Path("run")
@@ -171,14 +171,14 @@ assert "nsa_open_files" in dashboard
 USE_OF_THE_METRIC_BY_THE_CALLBACK = """
 from types import SimpleNamespace
 import torch
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 
 values = HeartbeatCallback._memory(SimpleNamespace(trainer=SimpleNamespace(device=torch.device("cpu"))))
 assert HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg="progress", **values).metrics()["open_files"] > 2
 """
 CONDITION = {
-    "nsa_train/observe/watch/conditions.py": (
+    "nsa_train/watch/conditions.py": (
         "CONDITIONS = _table(\n",
         "CONDITIONS = _table(\n"
         "    HealthCondition(\n"
@@ -186,7 +186,7 @@ CONDITION = {
         '        AlertRule("lr", f"max {_BY_RUN} (nsa_learning_rate) == 0", _WARNING_FOR_S),\n'
         "    ),\n",
     ),
-    "nsa_train/observe/watch/health.py": (
+    "nsa_train/watch/health.py": (
         "        yield from _memory(log, limits)\n",
         "        yield from _memory(log, limits)\n"
         "        if all(beat.lr == 0 for beat in list(log.progress)[-limits.gate_records :]):\n"
@@ -196,11 +196,11 @@ CONDITION = {
 USE_OF_THE_CONDITION = f"""
 sys.path.append({str(ROOT)!r})
 import yaml
-from nsa_train.observe.export.alert_rules import rule_file
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.watch.conditions import HealthLimits
-from nsa_train.observe.watch.health import examine
-from nsa_train.observe.watch.history import RunHistory
+from nsa_train.watch.alert_rules import rule_file
+from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.watch.conditions import HealthLimits
+from nsa_train.watch.health import examine
+from nsa_train.watch.history import RunHistory
 from tools.docs.runbook_table import table
 
 history = RunHistory()

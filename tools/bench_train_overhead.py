@@ -18,7 +18,7 @@ import torch
 
 from nsa_train.config import load
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.shipped import CORPUS
 from nsa_train.train import datasets
 from nsa_train.train.distributed import RankInfo

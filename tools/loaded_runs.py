@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PROCESS_TESTS = tuple(
-    f"tests/{folder}" for folder in ("nsa_train/train", "proofs/drill", "nsa_train/observe", "nsa_train/checkpoint")
+    f"tests/{folder}"
+    for folder in ("nsa_train/train", "proofs/drill", "nsa_train/record", "nsa_train/watch", "nsa_train/checkpoint")
 )
 """Tests of processes, signals, files and clocks."""
 LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"

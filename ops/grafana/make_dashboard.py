@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nsa_train.observe.heartbeat_record import METRICS, MetricFormat
+from nsa_train.record.heartbeat_record import METRICS, MetricFormat
 
 FILE = Path(__file__).with_name("nsa.json")
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}

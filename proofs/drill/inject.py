@@ -254,8 +254,8 @@ def _train(fault: str, words: list[str]) -> int:
 
 
 def _launch(fault: str, nproc: int, words: list[str]) -> int:
-    from nsa_train.observe import halt_file
-    from nsa_train.observe.run_folder import RunFolder
+    from nsa_train.record import halt_file
+    from nsa_train.record.run_folder import RunFolder
     from nsa_train.train.launch.launcher import LaunchSettings, launch
     from nsa_train.train.start_options import StartOptions
 

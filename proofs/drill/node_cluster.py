@@ -3,7 +3,7 @@
 import time
 from itertools import pairwise
 
-from nsa_train.observe.events import EventKind, RunEvent
+from nsa_train.record.events import EventKind, RunEvent
 from proofs.drill import artifacts
 from proofs.drill.harness import DrillHarness, DrillProcess, NotObserved
 from proofs.drill.node_network import NetworkNode, NodeNetwork

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.harness import STEPS, DrillHarness, DrillProcess
 

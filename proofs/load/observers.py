@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nsa_train.observe.export.exporter import SHARED_S
+from nsa_train.watch.exporter import SHARED_S
 from proofs.load.process_figures import process_figures
 from proofs.load.run_folders import append_steps, write_run_folder
 

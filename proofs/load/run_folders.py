@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train import names
-from nsa_train.observe.events import EventKind, add_event
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.record.events import EventKind, add_event
+from nsa_train.record.heartbeat_record import HeartbeatRecord
 
 _TOKENS = 16_384
 _STEP_S = 2.0

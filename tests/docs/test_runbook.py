@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.observe.watch.conditions import CONDITIONS
+from nsa_train.watch.conditions import CONDITIONS
 from tests.docs.blocks import blocks, nsa_commands, run_blocks, unknown_words
 
 ROOT = Path(__file__).parents[2]

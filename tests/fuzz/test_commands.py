@@ -14,7 +14,7 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from tests import fork_server
 from tests.nsa_train.data.shard_sets import documents, write_set
-from tests.nsa_train.observe.damaged import copy_run
+from tests.nsa_train.record.damaged import copy_run
 from tests.nsa_train.train.runs import environment, write_config
 from tests.trained_runs import write_run
 

@@ -12,15 +12,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nsa_train import names
-from nsa_train.observe import records
-from nsa_train.observe.events import parse_event, read_events_and_damage
-from nsa_train.observe.heartbeat_file import JsonLines, beat_parser, last_beat, read_beats
-from nsa_train.observe.records import LONGEST_LINE
-from nsa_train.observe.watch.tail import RecordTail
+from nsa_train.record import records
+from nsa_train.record.events import parse_event, read_events_and_damage
+from nsa_train.record.heartbeat_file import JsonLines, beat_parser, last_beat, read_beats
+from nsa_train.record.records import LONGEST_LINE
+from nsa_train.record.tail import RecordTail
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import json_bytes, mutated_bytes, mutated_json
-from tests.nsa_train.observe.damaged import RECORDED, copy_run, damage
-from tests.nsa_train.observe.test_damaged_run_folders import read_everywhere
+from tests.nsa_train.record.damaged import RECORDED, copy_run, damage
+from tests.nsa_train.watch.test_damaged_run_folders import read_everywhere
 
 BEATS = (RECORDED / names.heartbeat(0)).read_bytes().splitlines()
 EVENTS = (RECORDED / names.EVENTS).read_bytes().splitlines()

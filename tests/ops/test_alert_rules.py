@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from nsa_train import names
-from nsa_train.observe.export import run_metrics
-from nsa_train.observe.export.alert_rules import EXPORTER_DOWN, REFRESH, alert_name, rule_file
-from nsa_train.observe.export.run_metrics import CountedHistory, samples
-from nsa_train.observe.watch.conditions import CONDITIONS
-from nsa_train.observe.watch.history import ClockReading
-from tests.nsa_train.observe import recorded
-from tests.nsa_train.observe.recorded import HEALTHY, UNWELL, Recording
+from nsa_train.watch import run_metrics
+from nsa_train.watch.alert_rules import EXPORTER_DOWN, REFRESH, alert_name, rule_file
+from nsa_train.watch.conditions import CONDITIONS
+from nsa_train.watch.history import ClockReading
+from nsa_train.watch.run_metrics import CountedHistory, samples
+from tests.nsa_train.watch import recorded
+from tests.nsa_train.watch.recorded import HEALTHY, UNWELL, Recording
 from tests.ops.needs import programs
 
 OPS = Path(__file__).parents[2] / "ops"

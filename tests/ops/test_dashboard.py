@@ -10,7 +10,7 @@ from itertools import combinations
 
 import yaml
 
-from nsa_train.observe.export import run_metrics
+from nsa_train.watch import run_metrics
 from tests.ops.test_alert_rules import OPS, promtool
 
 FOLDER = OPS / "grafana"

@@ -7,8 +7,8 @@ import pytest
 
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
-from nsa_train.observe.events import EventKind, read_events
-from nsa_train.observe.heartbeat_file import last_beat, read_beats
+from nsa_train.record.events import EventKind, read_events
+from nsa_train.record.heartbeat_file import last_beat, read_beats
 from nsa_train.train.launch.launcher import LOGS
 from tests.nsa_train.train.runs import ROOT, write_config
 from tests.ops.needs import programs, root

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from nsa_train.observe.events import EventKind, add_event
+from nsa_train.record.events import EventKind, add_event
 from proofs import soak
 
 

@@ -10,7 +10,7 @@ import typer
 
 from nsa.errors import ExitCode
 from nsa_train.cli.main import app
-from nsa_train.observe.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS
+from nsa_train.record.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS
 
 NOTE = "<!-- Written by `python -m tools.docs.regenerate`. -->"
 

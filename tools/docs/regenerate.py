@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa_train.config import docs as config_docs
-from nsa_train.observe.export.alert_rules import rule_file
+from nsa_train.watch.alert_rules import rule_file
 from tools.docs import (
     draw_attention_map,
     draw_concepts,

@@ -1,9 +1,9 @@
-"""The table of health conditions in docs/RUNBOOK.md, from nsa_train.observe.watch.conditions."""
+"""The table of health conditions in docs/RUNBOOK.md, from nsa_train.watch.conditions."""
 
 import re
 from dataclasses import asdict
 
-from nsa_train.observe.watch.conditions import CONDITIONS, HealthLimits
+from nsa_train.watch.conditions import CONDITIONS, HealthLimits
 
 BEGIN, END = "<!-- conditions: written by python -m tools.docs.regenerate -->", "<!-- end of conditions -->"
 

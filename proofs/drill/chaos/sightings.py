@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train import names
-from nsa_train.observe.events import EventKind, RunEvent, parse_event
-from nsa_train.observe.heartbeat_file import beat_parser
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.records import Parsed
-from nsa_train.observe.watch.tail import RecordTail
+from nsa_train.record.events import EventKind, RunEvent, parse_event
+from nsa_train.record.heartbeat_file import beat_parser
+from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.records import Parsed
+from nsa_train.record.tail import RecordTail
 
 _ORDINARY = (
     EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.COPIED, EventKind.EVALUATION, EventKind.DONE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nsa.errors import CheckpointError, ConfigError, ExitCode
 from nsa_train import names
-from nsa_train.observe.events import EventKind, LauncherAction
+from nsa_train.record.events import EventKind, LauncherAction
 from proofs.drill import artifacts
 from proofs.drill.damage import flip_bit
 from proofs.drill.harness import SAVE_EVERY, STEPS, DrillHarness, DrillProcess, NotObserved

@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from nsa.errors import DataError
-from nsa_train.observe.events import EventKind
-from nsa_train.observe.failure_codes import FailureCode
+from nsa_train.record.events import EventKind
+from nsa_train.record.failure_codes import FailureCode
 from proofs.drill import artifacts
 from proofs.drill.damage import flip_bit
 from proofs.drill.data_server import DataServer, write_jsonl

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from nsa.errors import DataError, ExitCode
-from nsa_train.observe.events import EventKind, LauncherAction, RunEvent
-from nsa_train.observe.failure_codes import FailureCode
+from nsa_train.record.events import EventKind, LauncherAction, RunEvent
+from nsa_train.record.failure_codes import FailureCode
 from proofs.drill import artifacts
 from proofs.drill.data_server import DataServer
 from proofs.drill.harness import SAVE_EVERY, DrillHarness, DrillProcess, NotObserved

@@ -3,7 +3,7 @@
 import time
 from statistics import median
 
-from nsa_train.observe.events import LauncherAction, RunEvent
+from nsa_train.record.events import LauncherAction, RunEvent
 from proofs.drill import artifacts
 from proofs.drill.harness import DrillHarness
 from proofs.drill.node_cluster import TIMEOUT_S, NodeCluster

@@ -4,7 +4,7 @@ import json
 
 from nsa.errors import ExitCode, NonFiniteError, ReplicaError
 from nsa_train import names
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.harness import DrillHarness
 from proofs.drill.inject import FaultKind

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from nsa.errors import ExitCode
 from nsa_train import names
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.data_server import write_jsonl
 from proofs.drill.harness import DrillHarness

@@ -6,7 +6,7 @@ import time
 
 from nsa.errors import ExitCode
 from nsa_train import names
-from nsa_train.observe.events import EventKind, LauncherAction
+from nsa_train.record.events import EventKind, LauncherAction
 from proofs.drill import artifacts
 from proofs.drill.harness import SAVE_EVERY, DrillHarness
 from proofs.drill.result import DrillResult, finish

@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler
 
 from nsa.errors import PreflightError
 from nsa_train import names
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.data_server import DataServer, ServerFault
 from proofs.drill.harness import SAVE_EVERY, STEPS, DrillHarness, NotObserved

@@ -5,7 +5,7 @@ import time
 
 from nsa.errors import ExitCode
 from nsa_train import names
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from proofs.drill import artifacts
 from proofs.drill.harness import SAVE_EVERY, STEPS, DrillHarness
 from proofs.drill.inject import FaultKind

@@ -11,7 +11,7 @@ from nsa.check.gpu_check.check_result import CheckStatus
 from nsa.check.gpu_check.sizes import attention, on_gpu, rehearsal
 from nsa.kernels import checkpoint_policy
 from nsa.kernels.registry import BackendRequest
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.train import gpu_check_steps
 
 CPU = torch.device("cpu")

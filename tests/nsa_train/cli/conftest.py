@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.nsa_train.observe.recorded import a_run
-from tests.nsa_train.observe.written import write_run
+from tests.nsa_train.record.beats import a_run
+from tests.nsa_train.record.written import write_run
 
 
 @pytest.fixture(scope="module")

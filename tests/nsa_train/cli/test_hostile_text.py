@@ -18,12 +18,12 @@ from nsa_train.checkpoint.block_hashes import ManifestEntry
 from nsa_train.checkpoint.manifest import CheckpointManifest, encode
 from nsa_train.cli.main import main
 from nsa_train.names import COMMIT
-from nsa_train.observe.events import EventKind
-from nsa_train.observe.export.exporter import RunsCollector
+from nsa_train.record.events import EventKind
 from nsa_train.terminal_text import printable
+from nsa_train.watch.exporter import RunsCollector
 from tests.nsa_train.data.shard_sets import documents, write_set
-from tests.nsa_train.observe.recorded import a_beat, a_run
-from tests.nsa_train.observe.written import CONFIG, write_run
+from tests.nsa_train.record.beats import a_beat, a_run
+from tests.nsa_train.record.written import CONFIG, write_run
 
 MARKUP = "[red]mark[/red]"
 SCRIPT = "<script>alert(1)</script><img src=x onerror=alert(1)>"

@@ -12,8 +12,8 @@ from nsa.errors import CheckpointError
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.cli.main import app
 from nsa_train.cli.outputs import print_json
-from tests.nsa_train.observe.recorded import a_run
-from tests.nsa_train.observe.written import write_run
+from tests.nsa_train.record.beats import a_run
+from tests.nsa_train.record.written import write_run
 
 
 def call(*words: object) -> tuple[int, object]:

@@ -11,8 +11,8 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.errors import OutputError
 from nsa_train.cli import main as cli
-from tests.nsa_train.observe.recorded import a_run
-from tests.nsa_train.observe.written import write_run
+from tests.nsa_train.record.beats import a_run
+from tests.nsa_train.record.written import write_run
 from tests.nsa_train.train.runs import write_config
 
 KINDS = ("below_file", "far_below_file", "read_only", "absent", "folder", "file", "long_name", "loop", "empty_folder")

@@ -19,9 +19,9 @@ from nsa_train.cli.eval import _show as print_results
 from nsa_train.cli.main import app
 from proofs import import_path
 from tests import fork_server
-from tests.nsa_train.observe.recorded import a_run
-from tests.nsa_train.observe.test_evaluations import cell, far
-from tests.nsa_train.observe.written import write_run
+from tests.nsa_train.record.beats import a_run
+from tests.nsa_train.record.test_evaluations import cell, far
+from tests.nsa_train.record.written import write_run
 
 ROOT = Path(__file__).parents[3]
 ESCAPE = "\x1b"

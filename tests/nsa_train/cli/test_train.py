@@ -108,7 +108,7 @@ def test_scripts_are_thin(script):
 def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
     from nsa_train import names
     from nsa_train.cli.train import _PlainProgress
-    from nsa_train.observe.heartbeat_record import HeartbeatRecord
+    from nsa_train.record.heartbeat_record import HeartbeatRecord
 
     skipped = HeartbeatRecord.now(ts=0.0, rank=0, step=7, msg=names.SKIPPED, loss=float("nan"), detail="loss is nan")
     _PlainProgress().beat(skipped, 10)

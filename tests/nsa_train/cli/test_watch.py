@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 from nsa.errors import ConfigError
 from nsa_train import names
 from nsa_train.cli.main import app
-from nsa_train.observe.events import EventKind, add_event, read_events
-from nsa_train.observe.halt_file import read
-from nsa_train.observe.heartbeat_file import JsonLines
-from nsa_train.observe.metric_writers import TRAINING_COLUMNS, CsvFile
-from nsa_train.observe.watch.conditions import CONDITIONS
-from tests.nsa_train.observe.recorded import UNWELL, Recording, a_beat, a_run, finished, noisy, record
+from nsa_train.record.events import EventKind, add_event, read_events
+from nsa_train.record.halt_file import read
+from nsa_train.record.heartbeat_file import JsonLines
+from nsa_train.record.metric_writers import TRAINING_COLUMNS, CsvFile
+from nsa_train.watch.conditions import CONDITIONS
+from tests.nsa_train.record.beats import a_beat, a_run
+from tests.nsa_train.watch.recorded import UNWELL, Recording, finished, noisy, record
 
 CONFIG = {"train": {"steps": 50_000, "log_every": 1, "save_every": 200}, "nsa": {"l_sel": 64}}
 

@@ -16,7 +16,7 @@ from nsa.errors import CheckpointError
 from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.convert.model_card import model_card
 from nsa_train.convert.training_record import TrainingRecord, _public_settings, record_of
-from nsa_train.observe.evaluations import evaluation_file, merge_results
+from nsa_train.record.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 
 

@@ -19,11 +19,11 @@ from nsa_train import names
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.data.rows.batch import EndOfData
 from nsa_train.data.rows.specs import DirectData, PreparedData, SyntheticData
-from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.watch.conditions import HealthLimits
-from nsa_train.observe.watch.health import examine
-from nsa_train.observe.watch.history import RunHistory
+from nsa_train.record.failure_codes import code_of_exception
+from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.watch.conditions import HealthLimits
+from nsa_train.watch.health import examine
+from nsa_train.watch.history import RunHistory
 from tests.nsa_train.data.shard_sets import documents, write_set
 
 SYNTHETIC = SyntheticData("uniform", vocab_size=100, seq_len=16, seed=1)

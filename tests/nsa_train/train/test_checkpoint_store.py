@@ -10,16 +10,16 @@ from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.transfer import S3Prefix, pull
 from nsa_train.cli import launch
 from nsa_train.config import load
-from nsa_train.observe.events import EventKind, RunEvent, read_events
-from nsa_train.observe.watch.conditions import HealthLimits
-from nsa_train.observe.watch.health import examine
-from nsa_train.observe.watch.history import HistoryReader
 from nsa_train.planning.hardware import hardware_here, parse_target
 from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.record.events import EventKind, RunEvent, read_events
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.gather_preflight_facts import gather, require_preflight
 from nsa_train.train.run import train
 from nsa_train.train.start_options import StartOptions
+from nsa_train.watch.conditions import HealthLimits
+from nsa_train.watch.health import examine
+from nsa_train.watch.history import HistoryReader
 from proofs.drill.object_store import BUCKET, ObjectStore
 from tests.nsa_train.checkpoint.conftest import client, server  # noqa: F401 - fixtures
 from tests.nsa_train.train.runs import Job, run_all, write_config

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from nsa.errors import ConfigError
-from nsa_train.observe.events import LauncherAction
+from nsa_train.record.events import LauncherAction
 from proofs.drill import artifacts, suite
 from proofs.drill.harness import DrillHarness
 from proofs.drill.node_cluster import NodeCluster

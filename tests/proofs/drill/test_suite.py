@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from nsa.errors import ConfigError
 from nsa_train import names
 from nsa_train.config.env import without_settings
-from nsa_train.observe.events import EventKind, add_event
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
+from nsa_train.record.events import EventKind, add_event
+from nsa_train.record.heartbeat_record import HeartbeatRecord
 from proofs.drill import artifacts, suite
 from proofs.drill.__main__ import app
 from proofs.drill.data_server import DataServer

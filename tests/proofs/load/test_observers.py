@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[ops]'")
 
-from nsa_train.observe import records
-from nsa_train.observe.heartbeat_file import beat_parser
+from nsa_train.record import records
+from nsa_train.record.heartbeat_file import beat_parser
 from proofs.load.observers import measure_exporter, measure_views
 from proofs.load.run_folders import append_steps, write_run_folder
 

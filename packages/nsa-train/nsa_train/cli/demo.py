@@ -18,7 +18,7 @@ from nsa_train.cli.outputs import print_line
 from nsa_train.cli.report import DEFAULT_NAME
 
 if TYPE_CHECKING:
-    from nsa_train.observe.heartbeat_record import HeartbeatRecord
+    from nsa_train.record.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
     from nsa_train.train.run_outputs import RunReporter
 

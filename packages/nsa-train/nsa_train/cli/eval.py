@@ -78,7 +78,7 @@ def evaluate(
             )
         from nsa_train.infer.evaluation.lm_eval import evaluate_with_harness
     from nsa_train.infer.evaluation.run import EvaluationRequest, results_folder
-    from nsa_train.observe.evaluations import evaluation_file, merge_results, require_mergeable
+    from nsa_train.record.evaluations import evaluation_file, merge_results, require_mergeable
 
     request = EvaluationRequest(
         tasks=_words(tasks),
@@ -148,8 +148,8 @@ def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> Non
 def _write_picture(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:
     """Bars by layer, beside the results file."""
     from nsa.files import write_atomic
-    from nsa_train.observe.evaluations import LAYERS, checked_results
-    from nsa_train.observe.view.layer_chart import layer_svg
+    from nsa_train.record.evaluations import LAYERS, checked_results
+    from nsa_train.watch.view.layer_chart import layer_svg
 
     layers = checked_results(None, results).layers
     if layers is not None:
@@ -165,9 +165,9 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nsa_train.observe.evaluations import checked_results
-    from nsa_train.observe.view.layer_chart import layer_advice, layer_bars
-    from nsa_train.observe.view.report.evaluation_tables import result_tables
+    from nsa_train.record.evaluations import checked_results
+    from nsa_train.watch.view.layer_chart import layer_advice, layer_bars
+    from nsa_train.watch.view.report.evaluation_tables import result_tables
 
     console = Console(highlight=False, markup=False)
     width = console.width

@@ -29,7 +29,7 @@ def exporter(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
 
-    from nsa_train.observe.export.exporter import MetricsExporter, is_loopback
+    from nsa_train.watch.exporter import MetricsExporter, is_loopback
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -55,6 +55,6 @@ def alert_rules(
 
     **Example:** `nsa alert-rules > ops/prometheus/rules.yml`
     """
-    from nsa_train.observe.export.alert_rules import rule_file
+    from nsa_train.watch.alert_rules import rule_file
 
     print(rule_file(speed), end="")

@@ -153,8 +153,8 @@ def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: Sta
 
 def _clear_halt(folder: Path) -> None:
     """Once, before the first start: a file that appears later, before a restart included, stops the run."""
-    from nsa_train.observe import halt_file
-    from nsa_train.observe.run_folder import RunFolder
+    from nsa_train.record import halt_file
+    from nsa_train.record.run_folder import RunFolder
 
     if aside := halt_file.clear(folder, now=time.time(), step=RunFolder(folder).last_step()):
         print_line(f"launch: moved the existing .HALT to {aside}")

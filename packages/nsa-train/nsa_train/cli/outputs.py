@@ -105,7 +105,7 @@ def require_writable_file(*paths: Path | None) -> None:
 
 def require_writable_folder(folder: Path | None) -> None:
     """Raise if this folder is not writable or cannot be created."""
-    from nsa_train.observe.run_folder import why_not_writable
+    from nsa_train.record.run_folder import why_not_writable
 
     if folder is not None and (problem := why_not_writable(folder)):
         raise OutputError(f"cannot write to {folder}: {problem}. Name another path, or change its permissions.")

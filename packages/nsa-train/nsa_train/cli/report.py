@@ -11,7 +11,7 @@ from nsa_train.cli.outputs import print_error, print_json, print_line, require_w
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa_train.observe.view.run_data import RunData
+    from nsa_train.record.run_data import RunData
 
 DEFAULT_NAME = "report.html"
 _MOST_RUNS = 6
@@ -29,8 +29,8 @@ def report(
     path = out or run / DEFAULT_NAME
     require_writable_file(path)
 
-    from nsa_train.observe.view.report.run_report import render
-    from nsa_train.observe.view.snapshot import take_snapshot
+    from nsa_train.watch.view.report.run_report import render
+    from nsa_train.watch.view.snapshot import take_snapshot
 
     _write(path, render(take_snapshot(run)))
 
@@ -53,7 +53,7 @@ def compare(
         )
     require_writable_file(out)
 
-    from nsa_train.observe.view.run_data import load
+    from nsa_train.record.run_data import load
 
     loaded = [load(folder) for folder in runs]
     if as_json:
@@ -61,14 +61,14 @@ def compare(
     else:
         _show(loaded)
     if out is not None:
-        from nsa_train.observe.view.report.compare_report import render
+        from nsa_train.watch.view.report.compare_report import render
 
         _write(out, render(loaded), to_stderr=as_json)
 
 
 def _comparison(runs: "list[RunData]") -> dict[str, Any]:
     """The comparison as `--json` prints it. Times are in seconds; null is unknown."""
-    from nsa_train.observe.view.summary import differing_settings, summarize
+    from nsa_train.watch.view.summary import differing_settings, summarize
 
     summaries = []
     for run in runs:
@@ -84,10 +84,10 @@ def _show(loaded: "list[RunData]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nsa_train.observe.view.monitor.braille_plot import BraillePlot, PlotCurve
-    from nsa_train.observe.view.monitor.text_layout import plain_ascii, title
-    from nsa_train.observe.view.report.run_report import value_text
-    from nsa_train.observe.view.summary import differing_settings, figures, labels, summarize
+    from nsa_train.watch.view.monitor.braille_plot import BraillePlot, PlotCurve
+    from nsa_train.watch.view.monitor.text_layout import plain_ascii, title
+    from nsa_train.watch.view.report.run_report import value_text
+    from nsa_train.watch.view.summary import differing_settings, figures, labels, summarize
 
     console = Console(highlight=False, markup=False)
     unicode = console.encoding.startswith("utf")

@@ -44,7 +44,7 @@ def serve(
     `curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "The ", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
     """
-    from nsa_train.observe.export.exporter import is_loopback
+    from nsa_train.watch.exporter import is_loopback
 
     with ProgressLine("loading the server"):
         from nsa_train.infer.serve import serve_model

@@ -17,7 +17,7 @@ from nsa_train.terminal_text import printable
 from nsa_train.train.start_options import StartOptions
 
 if TYPE_CHECKING:
-    from nsa_train.observe.heartbeat_record import HeartbeatRecord
+    from nsa_train.record.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
     from nsa_train.train.run_outputs import RunReporter
 

@@ -16,8 +16,8 @@ from nsa_train.cli.outputs import print_line
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa_train.observe.watch.conditions import HealthLimits
-    from nsa_train.observe.watch.status import RunStatus
+    from nsa_train.watch.conditions import HealthLimits
+    from nsa_train.watch.status import RunStatus
 
 _RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
 _DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
@@ -40,9 +40,9 @@ def watch(
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
-    from nsa_train.observe.watch.status import RunPhase
-    from nsa_train.observe.watch.watchdog import Watchdog
-    from nsa_train.observe.watch.watchdog import watch as go
+    from nsa_train.watch.status import RunPhase
+    from nsa_train.watch.watchdog import Watchdog
+    from nsa_train.watch.watchdog import watch as go
 
     folder = _folder(run, directory)
     dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), emit=_emit)
@@ -83,7 +83,7 @@ def status(
     else:
         _show(folder, state)
     if log:
-        from nsa_train.observe.watch.watchdog import append_health
+        from nsa_train.watch.watchdog import append_health
 
         append_health(folder, _line(state))
     raise typer.Exit(state.exit_code)
@@ -102,7 +102,7 @@ def halt(
 
     **Example:** `nsa halt artifacts/run --reason "node maintenance" --wait`
     """
-    from nsa_train.observe.halt_file import read, request
+    from nsa_train.record.halt_file import read, request
 
     folder = _folder(run, directory)
     who = f"nsa halt, process {os.getpid()} on {socket.gethostname()}"
@@ -124,7 +124,7 @@ def smoke(
 
     **Example:** `nsa smoke artifacts/run --min-steps 100`
     """
-    from nsa_train.observe.watch.smoke import smoke as smoke_checks
+    from nsa_train.watch.smoke import smoke as smoke_checks
 
     if run is None and (csv is None or heartbeat is None):
         raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
@@ -141,8 +141,8 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa_train.observe.watch.history import HistoryReader
-    from nsa_train.observe.watch.status import phase
+    from nsa_train.watch.history import HistoryReader
+    from nsa_train.watch.status import phase
 
     reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
     while True:
@@ -166,9 +166,9 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
 
 
 def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
-    from nsa_train.observe.watch.health import examine
-    from nsa_train.observe.watch.history import HistoryReader
-    from nsa_train.observe.watch.status import status_of
+    from nsa_train.watch.health import examine
+    from nsa_train.watch.history import HistoryReader
+    from nsa_train.watch.status import status_of
 
     reader = HistoryReader(folder)
     try:
@@ -180,7 +180,7 @@ def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
 
 
 def _print_pids(folder: Path) -> None:
-    from nsa_train.observe.watch.history import HistoryReader
+    from nsa_train.watch.history import HistoryReader
 
     reader = HistoryReader(folder)
     try:
@@ -198,11 +198,11 @@ def _show(folder: Path, status: "RunStatus") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from nsa_train.observe.halt_file import age
-    from nsa_train.observe.records import describe_unreadable
-    from nsa_train.observe.watch.conditions import AlertLevel
-    from nsa_train.observe.watch.status import RunPhase
-    from nsa_train.observe.watch.watchdog import by_condition, ranks_of
+    from nsa_train.record.halt_file import age
+    from nsa_train.record.records import describe_unreadable
+    from nsa_train.watch.conditions import AlertLevel
+    from nsa_train.watch.status import RunPhase
+    from nsa_train.watch.watchdog import by_condition, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[status.exit_code]
@@ -241,7 +241,7 @@ def _show(folder: Path, status: "RunStatus") -> None:
 
 
 def _line(status: "RunStatus") -> str:
-    from nsa_train.observe.watch.watchdog import by_condition, describe
+    from nsa_train.watch.watchdog import by_condition, describe
 
     word = ("OK", "WARNING", "CRITICAL")[status.exit_code]
     loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
@@ -250,7 +250,7 @@ def _line(status: "RunStatus") -> str:
 
 
 def _limits(changes: list[str] | None) -> "HealthLimits":
-    from nsa_train.observe.watch.conditions import HealthLimits
+    from nsa_train.watch.conditions import HealthLimits
 
     limits, known = HealthLimits(), HealthLimits.__dataclass_fields__
     for change in changes or []:

@@ -16,9 +16,9 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa_train import names
 from nsa_train.checkpoint.trained_model import TrainedModel
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe.evaluations import read_evaluations
-from nsa_train.observe.view import run_data
-from nsa_train.observe.view.report.evaluation_tables import evaluation_summary
+from nsa_train.record import run_data
+from nsa_train.record.evaluations import read_evaluations
+from nsa_train.watch.view.report.evaluation_tables import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
 _FORMAT = 1

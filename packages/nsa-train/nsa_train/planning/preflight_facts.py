@@ -12,9 +12,9 @@ from nsa.kernels.registry import BackendChoice
 from nsa_train import names
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.config.setting_types import as_json
-from nsa_train.observe.run_folder import RunFolder
 from nsa_train.planning.estimate import RunEstimate
 from nsa_train.planning.hardware import HardwareTarget
+from nsa_train.record.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from nsa_train.data.prefetcher import PrefetchSettings
 from nsa_train.data.rows.specs import RowData, SyntheticData
 from nsa_train.data.saved_tokenizer import tokenizer_record
 from nsa_train.data.tokenizer import Tokenizer
-from nsa_train.observe.run_folder import RunFolder
 from nsa_train.planning.model_figures import model_figures
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.bad_step_policy import BadStepPolicy
 from nsa_train.train.callbacks.evaluation import EvaluationCallback

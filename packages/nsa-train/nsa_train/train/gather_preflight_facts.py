@@ -15,13 +15,13 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.data.rows.specs import DirectData, PreparedData
 from nsa_train.data.shards.manifest import read_manifest
-from nsa_train.observe.run_folder import RunFolder, why_not_writable
 from nsa_train.planning.estimate import RunEstimate, estimate
 from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
 from nsa_train.planning.host_memory import host_memory
 from nsa_train.planning.preflight import failed, judge, require_passed
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
 from nsa_train.planning.preflight_rules import HALT_FILE, HELD_OUT, is_long, why_no_fp16
+from nsa_train.record.run_folder import RunFolder, why_not_writable
 from nsa_train.run_model import kernel_shape, wanted_kernels
 from nsa_train.storage import StorageFolder
 from nsa_train.train import datasets

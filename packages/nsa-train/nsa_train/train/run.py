@@ -18,8 +18,8 @@ from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.lock import RunLock
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe import halt_file
-from nsa_train.observe.run_folder import RunFolder
+from nsa_train.record import halt_file
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.build_run import RunContext, build_parts, check_inputs
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine.bad_step_hook import RollbackTrainer

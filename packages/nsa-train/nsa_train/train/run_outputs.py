@@ -21,11 +21,11 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.data.rows.specs import RowData
 from nsa_train.data.saved_tokenizer import tokenizer_record
 from nsa_train.data.tokenizer import Tokenizer
-from nsa_train.observe.events import EventKind, add_event
-from nsa_train.observe.failure_codes import code_of_exception
-from nsa_train.observe.heartbeat_record import HeartbeatRecord
-from nsa_train.observe.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, tracked_numbers
-from nsa_train.observe.run_folder import RunFolder
+from nsa_train.record.events import EventKind, add_event
+from nsa_train.record.failure_codes import code_of_exception
+from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, tracked_numbers
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationResult
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from nsa_train import names
 from nsa_train.cli.main import app
-from nsa_train.observe.evaluations import read_evaluations
-from nsa_train.observe.view.formatting import share
+from nsa_train.record.evaluations import read_evaluations
+from nsa_train.watch.view.formatting import share
 from tests.nsa_train.train.runs import Job, run_all
 
 ROWS = 8

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.config import load
-from nsa_train.observe.events import EventKind, read_events
 from nsa_train.planning.hardware import hardware_here
 from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.record.events import EventKind, read_events
 from nsa_train.shipped import CORPUS
 from nsa_train.train.gather_preflight_facts import gather, try_held_out
 from tests.nsa_train.train.runs import ROOT, Job, run_all, write_config

@@ -34,7 +34,7 @@ from olmo_core.train.train_module.transformer.config import TransformerContextPa
 
 from nsa_train.checkpoint.run_state import RunRecord
 from nsa_train.config import load
-from nsa_train.observe.run_folder import RunFolder
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback

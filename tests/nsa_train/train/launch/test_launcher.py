@@ -20,9 +20,9 @@ if __name__ == "__main__":
 
 from nsa.errors import ConfigError, ExitCode  # noqa: E402
 from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa_train.observe import halt_file  # noqa: E402
-from nsa_train.observe.events import EventKind, LauncherAction, read_events  # noqa: E402
-from nsa_train.observe.failure_codes import code_of_exit_status  # noqa: E402
+from nsa_train.record import halt_file  # noqa: E402
+from nsa_train.record.events import EventKind, LauncherAction, read_events  # noqa: E402
+from nsa_train.record.failure_codes import code_of_exit_status  # noqa: E402
 from nsa_train.train.launch import launcher as launching  # noqa: E402
 from nsa_train.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
 from nsa_train.train.launch.launcher import LaunchSettings, launch  # noqa: E402

@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 import nsa.hf  # noqa: F401 (registers our model with Transformers' Auto classes)
 from nsa.errors import CheckpointError, ConfigError
 from nsa_train.infer.load_model import LoadedModel, load_model
-from nsa_train.observe.evaluations import LM_EVAL
+from nsa_train.record.evaluations import LM_EVAL
 
 _MODEL_TYPE = "nsa"
 _OURS = ("--model", "-M", "--tasks", "-t", "--config", "-C")

@@ -33,7 +33,7 @@ from nsa_train.infer.evaluation.layer_harm import harmful_layers, layers_record,
 from nsa_train.infer.evaluation.score_answers import TransformersScorer
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa_train.infer.load_model import LoadedModel, ModelSource
-from nsa_train.observe.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
+from nsa_train.record.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
 from nsa_train.train.held_out_loss import held_out_loss
 
 _COMPARISONS = (AGREEMENT, LAYERS)

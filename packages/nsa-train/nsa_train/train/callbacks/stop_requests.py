@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from nsa.errors import ExitCode
 from nsa_train import names
-from nsa_train.observe.events import EventKind
-from nsa_train.observe.run_folder import RunFolder
+from nsa_train.record.events import EventKind
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback

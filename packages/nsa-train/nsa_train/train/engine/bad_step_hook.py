@@ -30,7 +30,7 @@ from nsa.errors import NonFiniteError
 from nsa.model.loss import ScoreSums
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe.events import EventKind
+from nsa_train.record.events import EventKind
 from nsa_train.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction, StepVerdict
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import HostCollectives

@@ -21,8 +21,8 @@ from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
 from nsa_train.config.parallel_rules import hsdp_shard_ranks
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe.run_folder import RunFolder
 from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.distributed import RankInfo, check_world_size
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.bad_step_hook import RollbackTrainer, StepSkippingTrainModule

@@ -15,7 +15,7 @@ from olmo_core.train.callbacks import WandBCallback
 
 from nsa.errors import ConfigError
 from nsa_train.config.schema import RunConfig
-from nsa_train.observe.export.background_logger import BackgroundLogger, MLflowLogger, TrackerIds, TrackingService
+from nsa_train.record.background_logger import BackgroundLogger, MLflowLogger, TrackerIds, TrackingService
 
 _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 """Not data and train: addresses in them may hold passwords."""

@@ -21,9 +21,9 @@ from pathlib import Path
 from nsa.errors import ConfigError, ExitCode
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.names import CHECKPOINTS
-from nsa_train.observe import halt_file
-from nsa_train.observe.events import EventKind, LauncherAction, add_event
-from nsa_train.observe.failure_codes import code_of_exit_status
+from nsa_train.record import halt_file
+from nsa_train.record.events import EventKind, LauncherAction, add_event
+from nsa_train.record.failure_codes import code_of_exit_status
 from nsa_train.train.launch.agent import NO_RENDEZVOUS, AgentSpec, rank_log, signal_children, started_ranks
 from nsa_train.train.launch.node_address import LOOPBACK, make_secret, own_address
 from nsa_train.train.launch.rank_outcome import FINAL_EXITS, RankOutcome, classify_exit

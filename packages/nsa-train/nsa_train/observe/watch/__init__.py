@@ -1,1 +1,0 @@
-"""Health of a run: record tails, history, health checks, watchdog, hang diagnosis, status, smoke test."""

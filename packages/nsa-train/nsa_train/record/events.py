@@ -1,0 +1,118 @@
+"""Event log of a run (`events.jsonl`): starts, saves, rollbacks, findings, errors; one file across all restarts."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from nsa_train import names
+from nsa_train.record import records
+from nsa_train.record.heartbeat_file import JsonLines
+from nsa_train.record.records import to_line
+
+
+class LauncherAction(StrEnum):
+    """Field `launcher` of an event: what the launcher did when the ranks had ended, or before they started."""
+
+    RESTARTED = "restarted"
+    NOT_RESTARTED = "not restarted"
+    GAVE_UP = "given up"
+    STOPPED = "stopped as asked"
+    WAITING = "waits for nodes"
+
+
+class EventKind(StrEnum):
+    START = "start"
+    RESTART = "restart"
+    WAITING = "waiting"
+    """A launcher has started no rank yet because other nodes are missing."""
+    SETTINGS_CHANGED = "settings_changed"
+    """The run was resumed with changed settings (only those that may change)."""
+    LOST_STEPS = "lost_steps"
+    FIRST_STEP = "first_step"
+    SAVE = "save"
+    COPIED = "copied"
+    """A checkpoint was copied to `train.checkpoint_store`."""
+    COPY_FAILED = "copy_failed"
+    """A copy was given up; the checkpoint itself is good, and training continued."""
+    CHECKPOINT_REJECTED = "checkpoint_rejected"
+    EVALUATION = "evaluation"
+    EVALUATION_FAILED = "evaluation_failed"
+    """The held-out split could not be read or evaluated; training continued."""
+    STALL = "stall"
+    SKIPPED_STEP = "skipped_step"
+    ROLLBACK = "rollback"
+    HALT = "halt"
+    STOP = "stop"
+    DONE = "done"
+    ERROR = "error"
+    FINDING = "finding"
+    """The watchdog found a condition, or found it resolved (`over`)."""
+    HALT_ASKED = "halt_asked"
+    HALT_CLEARED = "halt_cleared"
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    ts: float
+    kind: EventKind
+    step: int
+    details: dict[str, Any]
+
+
+def add_event(run_folder: Path, kind: EventKind, *, ts: float, step: int, **details: Any) -> None:
+    """Append an event. Called by rank 0, the launcher, the watchdog and commands.
+
+    The file is opened for each event: they are rare, and the last save of a run may finish in another thread after
+    everything else has been closed.
+    """
+    iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
+    lines = JsonLines(run_folder / names.EVENTS)
+    try:
+        lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
+    finally:
+        lines.close()
+
+
+_CHECKS = {
+    "ts": records.time_stamp,
+    "event": records.text,
+    "step": records.whole,
+    **dict.fromkeys(("val_loss", "loss", "grad_norm"), records.number),
+    "val_accuracy": records.amount,
+    **dict.fromkeys(("steps", "world", "tokens"), records.whole),
+    "code": records.exit_status,
+    **dict.fromkeys(
+        ("reason", "error", "problem", "why", "message", "condition", "level", "launcher", "origin", "data", "path",
+         "logs", "by", "aside", "failure_code", "address"), records.text,
+    ),
+    "over": records.flag,
+    "rank": records.rank_number,
+}  # fmt: skip
+"""Fields that readers use; others may have any type."""
+_KINDS = frozenset(EventKind)
+_COMMON_FIELDS = ("ts", "iso", "event", "step")
+
+
+def parse_event(line: str) -> records.Parsed[RunEvent]:
+    """One line of events.jsonl. Kinds of a later version are skipped without counting as damage."""
+    record, torn = records.parse_record(line)
+    if record is None:
+        return None, torn
+    checks = dict.fromkeys(record, records.anything) | _CHECKS
+    values, damaged = records.fields(record, checks, ("ts", "event", "step"))
+    if values is None or values["event"] not in _KINDS:
+        return None, damaged
+    details = {name: value for name, value in values.items() if name not in _COMMON_FIELDS}
+    return RunEvent(values["ts"], EventKind(values["event"]), values["step"], details), damaged
+
+
+def read_events_and_damage(run_folder: Path) -> tuple[list[RunEvent], int]:
+    """Events, oldest first, and the number of records that could not be fully read."""
+    parsed = list(records.read_records(run_folder / names.EVENTS, parse_event))
+    return [event for event, _ in parsed if event is not None], sum(damaged for _, damaged in parsed)
+
+
+def read_events(run_folder: Path) -> list[RunEvent]:
+    return read_events_and_damage(run_folder)[0]

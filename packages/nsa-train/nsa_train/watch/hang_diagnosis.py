@@ -1,0 +1,110 @@
+"""Hang diagnosis: collects stack dumps and flight-recorder traces from all ranks on this host.
+
+SIGUSR1 makes a rank write both. It is sent only to a process that has its stack dump file open: the signal would end a
+process that does not handle it, and the pid may have been reused.
+"""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nsa_train import names
+from nsa_train.record import records
+from nsa_train.watch.history import RankLog
+from nsa_train.watch.processes import send, state_of, writes_to
+
+_POLL_S = 0.1
+_LAST = "last_enqueued_collective"
+_CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
+
+
+class HangDiagnosis:
+    """Collects the dumps of all ranks; waits `wait_s` for all of them together."""
+
+    def __init__(
+        self, folder: Path, logs: Sequence[RankLog], wait_s: float = 5.0, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._folder, self._wait_s, self._sleep = folder, wait_s, sleep
+        self._logs = [log for log in logs if not log.ended]
+
+    def collect(self) -> Iterator[str]:
+        """Request the dumps and yield log lines about the result."""
+        requested: dict[int, tuple[int, int]] = {}
+        began = time.time_ns()
+        for log in self._logs:
+            rank, pid = log.rank, log.last.pid
+            dump = self._folder / names.stackdump(rank, pid)
+            if writes_to(pid, (dump,)) is not True:
+                yield f"rank {rank}: process {pid} is not running, no stack dump"
+                continue
+            size = dump.stat().st_size
+            if send(pid, signal.SIGUSR1):
+                requested[rank] = (pid, size)
+        silent = self._wait(requested)
+        for rank, (pid, _) in requested.items():
+            if rank in silent:
+                yield f"rank {rank}: process {pid} wrote no stack dump; its state: {state_of(pid)}"
+            else:
+                yield f"rank {rank}: stack dump of process {pid}: {names.stackdump(rank, pid)}"
+        traces = dict(self._records(requested, began))
+        if traces:
+            yield f"last collectives of ranks {sorted(traces)}: {names.COLLECTIVES}"
+        yield from ranks_behind(traces)
+
+    def _wait(self, requested: Mapping[int, tuple[int, int]]) -> set[int]:
+        """Ranks without a stack dump when the time is up."""
+        left = self._wait_s
+        while True:
+            sizes = {rank: _size(self._folder / names.stackdump(rank, pid)) for rank, (pid, _) in requested.items()}
+            silent = {rank for rank, (_, before) in requested.items() if sizes[rank] <= before}
+            if not silent or left <= 0:
+                break
+            left -= _POLL_S
+            self._sleep(_POLL_S)
+        if requested:
+            self._sleep(10 * _POLL_S)  # the collectives are written shortly after the stacks
+        return silent
+
+    def _records(self, requested: Mapping[int, tuple[int, int]], since_ns: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        for rank, (pid, _) in requested.items():
+            path = self._folder / names.collectives(rank, pid)
+            # A single process has none; a rank that cannot respond may have an older one.
+            if path.exists() and path.stat().st_mtime_ns >= since_ns - _CLOCK_TICK_NS:
+                record, _ = records.read_section(path)
+                if record is not None:
+                    yield rank, record
+
+
+def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+    """Name, per process group, the ranks that have not reached the collective at which the others wait."""
+    for backend in ("gloo", "nccl"):
+        groups = {rank: _part(_part(record, backend), "pg_status") for rank, record in traces.items()}
+        for group in sorted({name for status in groups.values() for name in status}):
+            last_ids = {
+                rank: str(_part(status, group).get(_LAST)) for rank, status in groups.items() if group in status
+            }
+            reached = {rank: int(number) for rank, number in last_ids.items() if re.fullmatch(r"[0-9]{1,18}", number)}
+            if not reached:
+                continue
+            furthest = max(reached.values())
+            if behind := sorted(rank for rank, number in reached.items() if number < furthest):
+                waiting = sorted(set(reached) - set(behind))
+                yield (
+                    f"{backend} group {group}: ranks {waiting} are at collective {furthest}, ranks {behind} have "
+                    f"not reached it"
+                )
+
+
+def _part(record: dict[str, Any], name: str) -> dict[str, Any]:
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,274 @@
+"""Prometheus metrics of a run: those that its history gives; those of single records are in `heartbeat_record`.
+
+Labels are the run name, the rank and fixed words; text from a config or a record (paths, URLs, error messages) may
+contain a secret and never becomes a label.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from nsa_train import names
+from nsa_train.record import records
+from nsa_train.record.events import EventKind, RunEvent
+from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, HeartbeatRecord, PrometheusGauge
+from nsa_train.terminal_text import printable
+from nsa_train.watch.conditions import CONDITIONS, HealthLimits
+from nsa_train.watch.health import examine, stall_limit_s
+from nsa_train.watch.history import ClockReading, RankLog, RunFacts, RunHistory
+
+_LONGEST_LABEL = 80
+
+
+class MetricDefinition(NamedTuple):
+    name: str
+    help: str
+    kind: Literal["gauge", "counter"] = "gauge"
+
+    @property
+    def served_name(self) -> str:
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+class MetricSample(NamedTuple):
+    metric: MetricDefinition
+    labels: Mapping[str, str]
+    value: float
+
+
+_SKIPPED = MetricDefinition(
+    "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
+)
+_NONFINITE = MetricDefinition(
+    "nsa_nonfinite_steps", "Steps with a loss or gradient norm that is not finite.", "counter"
+)
+
+
+GAUGES: Mapping[str, PrometheusGauge] = {
+    name: field.gauge._replace(help=field.gauge.help or field.about)
+    for name, field in METRICS.items()
+    if field.gauge is not None
+}
+"""Gauge of each metric of a progress record that is exported as it is (times `scale`)."""
+
+STATES = ("starting", "running", "halted", "stopped", "done", "failed")
+_STATE_OF_ENDING = {
+    names.HALTED: "halted",
+    names.STOPPED: "stopped",
+    names.DONE: "done",
+    names.FAILED: "failed",
+}
+_ENDED_REGULARLY = ("stopped", "done")
+"""Regular ends: the last values of such a run are not exported."""
+
+_STATE = MetricDefinition("nsa_run_state", "1 for the current state of a rank.")
+_STEP = MetricDefinition("nsa_step", "Last step recorded by a rank.")
+_BEAT_TS = MetricDefinition("nsa_heartbeat_timestamp_seconds", "Time of the last record of a rank.")
+_STEP_TS = MetricDefinition("nsa_step_timestamp_seconds", "Time of the first record with the last step of a rank.")
+_UP = MetricDefinition("nsa_process_up", "1 if the process of a rank runs; only for ranks on this host.")
+_BAD_LOSS = MetricDefinition(
+    "nsa_nonfinite_losses", "Records of steps with a non-finite loss that were not skipped.", "counter"
+)
+_BAD_NORM = MetricDefinition(
+    "nsa_nonfinite_grad_norms", "Records of steps with a non-finite gradient norm that were not skipped.", "counter"
+)
+_SHARE = MetricDefinition("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
+_SHARE_MEAN = MetricDefinition("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
+_KERNEL = MetricDefinition("nsa_kernel_info", "The backend that computes a branch.")
+_SUBSTITUTED = MetricDefinition(
+    "nsa_data_substituted", "1 while a rank trains on synthetic data although a dataset is configured."
+)
+_INFO = MetricDefinition("nsa_run_info", "Versions, device, precision, dataset and number of ranks of the run.")
+_RESTARTS = MetricDefinition(
+    "nsa_restarts", "Starts that resumed from a checkpoint or were made by the launcher.", "counter"
+)
+_ROLLBACKS = MetricDefinition("nsa_rollbacks", "Rollbacks to a checkpoint by the run itself.", "counter")
+_LOST = MetricDefinition("nsa_lost_steps", "Steps that had to be repeated after a restart or rollback.", "counter")
+_SAVE_STEP = MetricDefinition(
+    "nsa_last_checkpoint_step", "Step of the last checkpoint, or the step the run began from."
+)
+_SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "Time at which the last checkpoint was complete.")
+_SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not exported if it is 0.")
+_EVAL = MetricDefinition("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
+_EVAL_ACCURACY = MetricDefinition(
+    "nsa_eval_accuracy_ratio", "Share of held-out tokens that were the most likely token in the last evaluation."
+)
+_LIMIT = MetricDefinition(
+    "nsa_heartbeat_limit_seconds", "Heartbeat age at which a rank counts as stalled at its current step."
+)
+_MISSING = MetricDefinition("nsa_missing_ranks", "Ranks without a heartbeat since the run was started.")
+_START_TS = MetricDefinition("nsa_start_timestamp_seconds", "Time of the last start or restart of the run.")
+_FINDING = MetricDefinition("nsa_findings", "Findings per health condition: affected ranks, or 1 for the run.")
+_TARGET = MetricDefinition("nsa_steps_target", "train.steps.")
+_UNREADABLE = MetricDefinition("nsa_unreadable_records", "Records of the run folder that could not be fully read.")
+
+
+def served_names() -> set[str]:
+    """Every metric name that rules and dashboards may use."""
+    metrics = [value for value in globals().values() if isinstance(value, MetricDefinition)]
+    return {metric.served_name for metric in metrics} | {gauge.name for gauge in GAUGES.values()}
+
+
+@dataclass
+class CountedHistory(RunHistory):
+    """History that also counts since the run began, across processes: a counter must not decrease."""
+
+    skipped: Counter[int] = field(default_factory=Counter)
+    nonfinite: Counter[int] = field(default_factory=Counter)
+    bad_losses: Counter[int] = field(default_factory=Counter)
+    bad_norms: Counter[int] = field(default_factory=Counter)
+    event_counts: Counter[EventKind] = field(default_factory=Counter)
+    lost_steps: int = 0
+    saved_ts: float | None = None
+    eval_loss: float | None = None
+    eval_accuracy: float | None = None
+
+    def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
+        super().add(beat, at, ahead_s)
+        rank, loss_bad, norm_bad = beat.rank, _not_finite(beat.loss), _not_finite(beat.grad_norm)
+        if beat.msg == names.SKIPPED:
+            self.skipped[rank] += 1
+            self.nonfinite[rank] += loss_bad or norm_bad
+        elif beat.msg == names.PROGRESS and _was_taken(self.ranks[rank], beat):
+            self.bad_losses[rank] += loss_bad
+            self.bad_norms[rank] += norm_bad
+
+    def add_event(self, event: RunEvent, at: float) -> None:
+        super().add_event(event, at)
+        self.event_counts[event.kind] += 1
+        if event.kind == EventKind.LOST_STEPS:
+            self.lost_steps += event.details.get("steps", 0)
+        elif event.kind == EventKind.SAVE:
+            self.saved_ts = event.ts
+        elif event.kind == EventKind.EVALUATION:
+            self.eval_loss = event.details.get("val_loss", self.eval_loss)
+            self.eval_accuracy = event.details.get("val_accuracy", self.eval_accuracy)
+
+
+def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
+    """All samples of one run; ranks in `local` have their processes on this host."""
+    for rank, log in sorted(history.present.items()):
+        for metric, labels, value in _of_rank(history, log, now, rank in local):
+            yield MetricSample(metric, {"rank": str(rank), **labels}, value)
+    yield from _of_run(history, now)
+    ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
+    findings = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
+    held = Counter(finding.name for finding in findings)
+    for name, condition in CONDITIONS.items():
+        yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
+
+
+def run_info(folder: Path) -> Iterator[MetricSample]:
+    """Labels from env.json, only fields that cannot contain a secret."""
+    env, _ = records.read_section(folder / names.ENV)
+    if env is None:
+        return
+
+    def part(of: Mapping[str, Any], name: str) -> dict[str, Any]:
+        return records.section(of.get(name)) or {}
+
+    config = part(env, "config")
+    words = {
+        "version": env.get("nsa"),
+        "torch": part(env, "packages").get("torch"),
+        "device": env.get("device"),
+        "world_size": env.get("world_size"),
+        "precision": part(config, "runtime").get("precision"),
+        "dataset": part(config, "data").get("dataset"),
+    }
+    yield MetricSample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
+
+
+def _label(word: Any) -> str:
+    """Text of a file as a label: short and printable."""
+    return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
+
+
+def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample]:
+    yield MetricSample(_RESTARTS, {}, history.event_counts[EventKind.RESTART])
+    yield MetricSample(_ROLLBACKS, {}, history.event_counts[EventKind.ROLLBACK])
+    yield MetricSample(_LOST, {}, history.lost_steps)
+    yield MetricSample(_SAVE_STEP, {}, history.saved_step)
+    yield MetricSample(_UNREADABLE, {}, history.unreadable.total())
+    yield MetricSample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
+    known = {
+        _START_TS: None if history.started_at is None else _wall_time(history.started_at, now),
+        _SAVE_TS: history.saved_ts,
+        _EVAL: history.eval_loss,
+        _EVAL_ACCURACY: history.eval_accuracy,
+        _SAVE_EVERY: history.facts.save_every or None,
+        _TARGET: history.facts.steps,
+    }
+    yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
+
+
+def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
+    rank, state = log.rank, _state_of(log)
+    yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
+    yield MetricSample(_STEP, {}, log.last.step)
+    yield MetricSample(_BEAT_TS, {}, _wall_time(log.last_at, now))
+    yield MetricSample(_STEP_TS, {}, _wall_time(log.step_at, now))
+    yield MetricSample(_SKIPPED, {}, history.skipped[rank])
+    yield MetricSample(_NONFINITE, {}, history.nonfinite[rank])
+    yield MetricSample(_BAD_LOSS, {}, history.bad_losses[rank])
+    yield MetricSample(_BAD_NORM, {}, history.bad_norms[rank])
+    if not log.ended:
+        yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, HealthLimits()))
+        if local:
+            yield MetricSample(_UP, {}, float(rank not in history.gone))
+    if state not in _ENDED_REGULARLY:
+        yield MetricSample(_SUBSTITUTED, {}, float(_substituted(log.last, history.facts)))
+        yield from _figures(_latest(log))
+
+
+def _state_of(log: RankLog) -> str:
+    if log.ended:
+        return _STATE_OF_ENDING[log.last.msg]
+    return "running" if log.progress else "starting"
+
+
+def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
+    for name, gauge in GAUGES.items():
+        if name in figures:
+            yield MetricSample(MetricDefinition(gauge.name, gauge.help), gauge.labels, figures[name] * gauge.scale)
+    for branch, share in zip(GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
+        yield MetricSample(_SHARE_MEAN, {"branch": branch}, share)
+    for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
+        for branch, share in zip(GATE_BRANCHES, shares, strict=False):
+            yield MetricSample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
+    for name in figures:
+        if name.startswith("kernel_"):
+            yield MetricSample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0)
+
+
+def _latest(log: RankLog) -> dict[str, Any]:
+    """The newest progress record, with loss and gradient norm of the newest step that was not skipped."""
+    if not log.progress:
+        return {}
+    figures = log.progress[-1].as_dict()
+    taken = next((beat for beat in reversed(log.progress) if _was_taken(log, beat)), None)
+    for name in ("loss", "grad_norm"):
+        figures.pop(name, None)
+        if taken is not None and getattr(taken, name) is not None:
+            figures[name] = getattr(taken, name)
+    return figures
+
+
+def _was_taken(log: RankLog, beat: HeartbeatRecord) -> bool:
+    """Whether the optimizer ran for this step; skipped steps are recorded like any other."""
+    return all(beat.step != skip.step for skip in log.skipped)
+
+
+def _substituted(beat: HeartbeatRecord, facts: RunFacts) -> bool:
+    return bool(beat.synthetic) and facts.dataset not in (None, "synthetic")
+
+
+def _wall_time(at: float, now: ClockReading) -> float:
+    return round(now.wall - (now.steady - at), 3)
+
+
+def _not_finite(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)

@@ -1,0 +1,274 @@
+"""HTML report of one run: summary, curves, gates, timeline, goodput, findings, events, configuration."""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from nsa_train import names
+from nsa_train.config.layer import flatten
+from nsa_train.record import records
+from nsa_train.record.events import EventKind, RunEvent
+from nsa_train.record.run_data import RunData
+from nsa_train.watch.conditions import AlertLevel, HealthFinding
+from nsa_train.watch.view.formatting import (
+    UNKNOWN,
+    accuracy_text,
+    count,
+    duration,
+    event_text,
+    mean_of_last,
+    moment,
+    number,
+    plain,
+    share,
+)
+from nsa_train.watch.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause
+from nsa_train.watch.view.report.evaluation_tables import evaluation_section
+from nsa_train.watch.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
+from nsa_train.watch.view.report.run_charts import charts, gate_pictures
+from nsa_train.watch.view.report.timeline import timeline
+from nsa_train.watch.view.snapshot import RunSnapshot
+from nsa_train.watch.view.summary import RunSummary, summarize
+from nsa_train.watch.watchdog import ranks_of
+
+_SIGNS = {
+    "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
+    "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
+}  # fmt: skip
+_SWATCHES = {
+    TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
+    TimeCause.EVALUATION: "s-eval", TimeCause.CHECKPOINT: "s-save", TimeCause.START_UP: "s-start", TimeCause.STALL:
+    "s-stall",
+    TimeCause.DOWN: "s-down",
+}  # fmt: skip
+_MOST_EVENTS, _MOST_LOG_LINES = 300, 200
+_LEGEND = (
+    "Lines are means, bands show the minimum and maximum of the records in each bucket. "
+    "↻ restart · ↶ rollback · × not finite or skipped · ▲ above the axis · grey dots: repeated later. "
+    "Hover over a chart for values."
+)
+
+
+def render(snapshot: RunSnapshot) -> str:
+    run, summary = snapshot.run, summarize(snapshot.run)
+    body = [
+        _head(snapshot, summary),
+        section("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
+                '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
+        section("Evaluations", names.EVALUATIONS, evaluation_section(run.model_evaluations)),
+        section("Gates by layer over time", "gates", _gates(run)),
+        section("Timeline", "timeline", _timeline(run, snapshot.wall)),
+        section("Goodput", "goodput", _goodput(snapshot.wall)),
+        section("Findings", "findings", _findings(snapshot)),
+        section("Events", "events", _events(run.events)),
+        section("Configuration", "configuration", _config(run)),
+        section("Environment", "environment", _environment(run)),
+    ]  # fmt: skip
+    return page(f"{plain(run.name)} · nsa report", body)
+
+
+def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
+    run = snapshot.run
+    sign, style = _SIGNS.get(snapshot.state, ("?", ""))
+    parts = (
+        "curves",
+        names.EVALUATIONS,
+        "gates",
+        "timeline",
+        "goodput",
+        "findings",
+        "events",
+        "configuration",
+        "environment",
+    )
+    links = "".join(f'<a href="#{part}">{part}</a>' for part in parts)
+    began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
+    about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"
+    return (
+        f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
+        f'<p><span class="state {style}">{sign} {escape(snapshot.state)}</span> · {escape(about)} · '
+        f"as of {moment(snapshot.now)}{_unreadable(run)}</p>"
+        f"\n{tiles(_tiles(snapshot, summary))}\n<nav>{links}</nav>\n</header>"
+    )
+
+
+def _unreadable(run: RunData) -> str:
+    words = records.describe_unreadable(run.unreadable)
+    return f' · <span class="warn">{escape(words)}</span>' if words else ""
+
+
+def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]:
+    levels = [group[0].level for group in snapshot.grouped()]
+    target = f"of {summary.target:,}" if summary.target else "target unknown"
+    wall = summary.wall
+    return [
+        ("steps", f"{summary.step:,}", target),
+        ("loss, nats per token", number(summary.loss),
+         f"{mean_of_last(summary.loss_records)}, to step {summary.loss_step:,} · "
+         f"lowest {number(summary.best_loss)} at {summary.best_step:,}"
+         if summary.loss_records else "no record yet"),
+        ("held-out loss", number(summary.held_out),
+         f"at {summary.held_out_step:,}{accuracy_text(summary.held_out_accuracy)} · "
+         f"best {number(summary.best_held_out)} at {summary.best_held_out_step:,}"
+         if summary.held_out_step else "never evaluated"),
+        ("tokens", count(summary.tokens), "seen, all ranks"),
+        ("throughput", count(summary.toks_per_s), "tokens per second, median"),
+        ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
+        ("restarts", str(summary.restarts),
+         f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps repeated · {summary.skipped} skipped"),
+        ("findings", str(len(levels)),
+         f"{levels.count(AlertLevel.CRITICAL)} critical" if levels else "none"),
+    ]  # fmt: skip
+
+
+def _gates(run: RunData) -> str:
+    drawn = gate_pictures(run)
+    if drawn is None:
+        return '<p class="quiet">No gate values by layer recorded.</p>'
+    pictures, low, high, layers, (first, last) = drawn
+    height = max(40, min(300, layers * 14))
+    figures = []
+    for branch, uri in pictures:
+        figures.append(
+            f"<figure><h3>{branch} <small>layer 0 on top, {layers - 1} at the bottom</small></h3>"
+            f'<img src="{uri}" style="height:{height}px" alt="share of the {branch} gate by layer and step">'
+            f'<div class="ends"><span>step {first:,}</span><span>step {last:,}</span></div></figure>'
+        )
+    scale = f'<p class="quiet">share of the gate: {share(low)}<span class="scale"></span>{share(high)}</p>'
+    newest = run.lead.gates()[-1]
+    rows = [[str(layer), *(share(value) for value in shares)] for layer, shares in enumerate(newest.shares)]
+    figures_now = table(("layer", "compressed", "selected", "sliding"), rows, numbers=(1, 2, 3))
+    return (
+        f'<div class="heat">{"".join(figures)}</div>{scale}'
+        f"<details><summary>values of step {newest.step:,}</summary>{figures_now}</details>"
+    )
+
+
+_NO_TIMES = '<p class="quiet">Not known: no records yet, or a clock that was set back while the run wrote them.</p>'
+
+
+def _timeline(run: RunData, wall: Goodput | None) -> str:
+    if wall is None:
+        return _NO_TIMES
+    words = f"From {moment(wall.begin)} to {moment(wall.end)}; the axis shows time since the start. Outlined: start-up."
+    return f'{timeline(run.events, wall)}<p class="quiet">{words}</p>'
+
+
+def _goodput(wall: Goodput | None) -> str:
+    if wall is None or wall.total <= 0:
+        return _NO_TIMES
+    bar: list[str] = []
+    rows: list[tuple[str, ...]] = []
+    for cause in TimeCause:
+        part = wall.share(cause)
+        if part > 0:
+            words = f"{cause.value} {share(part)}" if part > 0.14 else share(part) if part > 0.05 else ""
+            title = f"{cause.value}: {share(part)}"
+            bar.append(f'<i class="{_SWATCHES[cause]}" style="flex:{part:.5f}" title="{title}">{words}</i>')
+        name = SafeHtml(f'<span class="swatch {_SWATCHES[cause]}"></span>{cause.value}')
+        rows.append((name, duration(wall.seconds[cause]) if part else "0", share(part), HOW_MEASURED[cause]))
+    rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
+    causes = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
+    return f'<div class="bar">{"".join(bar)}</div>{causes}'
+
+
+def _findings(snapshot: RunSnapshot) -> str:
+    about = (
+        "Findings on the records of the newest process when this report was written; below, findings logged by the "
+        "watchdog, if one was running."
+    )
+    if snapshot.findings:
+        content = table(
+            ("level", "condition", "rank", "step", "values", "what to do"),
+            [_finding_row(group) for group in snapshot.grouped()],
+        )
+    else:
+        content = '<p class="good">✓ no findings</p>'
+    return (
+        f'<p class="quiet">{about}</p>{content}{_found_before(snapshot.run.events)}{_health_log(snapshot.run.folder)}'
+    )
+
+
+def _finding_row(group: Sequence[HealthFinding]) -> Sequence[str]:
+    finding = group[0]
+    critical = finding.level == AlertLevel.CRITICAL
+    level = SafeHtml(
+        f'<span class="{"crit" if critical else "warn"}">{"✗ critical" if critical else "▲ warning"}</span>'
+    )
+    ranks = ", ".join(map(str, ranks_of(group)[:8])) + (f" of {len(group)}" if len(group) > 8 else "")
+    condition = finding.condition
+    return (level, condition.name, ranks or "all", f"{finding.step:,}", plain(finding.message), condition.advice)
+
+
+def _found_before(events: Sequence[RunEvent]) -> str:
+    """Findings of the watchdog with begin and end, newest first."""
+    rows: list[tuple[str, ...]] = []
+    open_ones: dict[str, int] = {}
+    for event in events:
+        name = str(event.details.get("condition") or "")
+        if event.kind not in (EventKind.FINDING, EventKind.STALL) or not name:
+            continue
+        if not event.details.get("over"):
+            open_ones[name] = len(rows)
+            level = str(event.details.get("level") or "")
+            values = plain(event.details.get("message") or "")
+            rows.append((plain(name), plain(level), f"{event.step:,}", moment(event.ts), UNKNOWN, values))
+        elif (place := open_ones.pop(name, None)) is not None:
+            rows[place] = (*rows[place][:4], moment(event.ts), rows[place][5])
+    if not rows:
+        return ""
+    content = table(("condition", "level", "step", "from", "until", "values"), rows[: -_MOST_EVENTS - 1 : -1])
+    return f"<h3>found by the watchdog <small>newest first</small></h3>{content}"
+
+
+def _health_log(folder: Path) -> str:
+    try:
+        lines = records.read_text(folder / names.HEALTH_LOG).splitlines()
+    except OSError:
+        return ""
+    shown = "\n".join(plain(line) for line in lines[-_MOST_LOG_LINES:])
+    words = f"the last {min(len(lines), _MOST_LOG_LINES)} of {len(lines)} lines of {names.HEALTH_LOG}"
+    return f"<details><summary>{words}</summary><pre>{escape(shown)}</pre></details>"
+
+
+def _events(events: Sequence[RunEvent]) -> str:
+    if not events:
+        return '<p class="quiet">None yet.</p>'
+    rows = [
+        (moment(event.ts), event.kind.value.replace("_", " "), f"{event.step:,}", event_text(event))
+        for event in reversed(events[-_MOST_EVENTS:])
+    ]
+    content = table(("time", "event", "step", ""), rows, numbers=(2,), anchor="all-events")
+    some = f"the newest {_MOST_EVENTS} of {len(events):,}" if len(events) > _MOST_EVENTS else f"all {len(events)}"
+    opened = " open" if len(events) <= 20 else ""
+    return f"<details{opened}><summary>{some}, newest first</summary>{filter_field('all-events')}{content}</details>"
+
+
+def _config(run: RunData) -> str:
+    settings = flatten(run.config)
+    if not settings:
+        return f'<p class="quiet">{names.ENV} does not exist.</p>'
+    origins = records.section(run.env.get("origins")) or {}
+    order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
+    rows = [(plain(key), value_text(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
+    classes = ["default" if origins.get(key) == "default" else "" for key in order]
+    changed = sum(not each for each in classes)
+    content = table(("setting", "value", "from"), rows, codes=(0, 1, 2), anchor="settings", classes=classes)
+    words = f"{changed} settings were given, {len(order) - changed} are defaults; given settings come first."
+    return f'<p class="quiet">{words}</p>{filter_field("settings")}{content}'
+
+
+def _environment(run: RunData) -> str:
+    left_out = ("config", "origins", "packages")
+    facts = {name: value for name, value in run.env.items() if name not in left_out}
+    facts |= records.section(run.env.get("packages")) or {}
+    last = run.lead.last_progress
+    facts |= {name.replace("_", " "): value for name, value in last.items() if name.startswith("kernel_")}
+    facts |= {"ranks with records": len(run.ranks), "records of the lowest rank": len(run.lead)}
+    return table(("", ""), [(plain(name), value_text(value)) for name, value in facts.items()], codes=(1,))
+
+
+def value_text(value: Any) -> str:
+    return plain(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

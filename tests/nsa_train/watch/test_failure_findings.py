@@ -1,0 +1,60 @@
+"""A failure is found by its code, not by its message; records without a code are still judged."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from nsa_train import names
+from nsa_train.record.events import EventKind, LauncherAction, add_event, read_events_and_damage
+from nsa_train.record.failure_codes import FailureCode
+from nsa_train.record.heartbeat_file import beat_parser
+from nsa_train.watch.conditions import HealthLimits
+from nsa_train.watch.health import examine
+from nsa_train.watch.history import HistoryReader, RunHistory
+
+OLD = Path(__file__).parent / "fixtures" / "failures_without_code.jsonl"
+
+
+def conditions(beat: dict) -> list[str]:
+    record, damaged = beat_parser()(json.dumps(beat))
+    assert record is not None
+    assert not damaged
+    history = RunHistory()
+    history.add(record, 0.0)
+    return [finding.name for finding in examine(history, now=1.0, limits=HealthLimits())]
+
+
+@pytest.mark.parametrize("line", OLD.read_text(encoding="utf-8").splitlines())
+def test_records_of_runs_before_the_code_are_judged_by_their_text_as_they_were(line):
+    old = json.loads(line)
+    assert "failure_code" not in old["beat"]
+    assert conditions(old["beat"]) == [old["condition"]]
+
+
+@pytest.mark.parametrize("line", OLD.read_text(encoding="utf-8").splitlines())
+@pytest.mark.parametrize("code", FailureCode)
+def test_the_code_decides_where_there_is_one_whatever_the_text_says(line, code):
+    known = {
+        FailureCode.OUT_OF_MEMORY: "out_of_memory",
+        FailureCode.DATA_PROCESS_KILLED: "out_of_memory",
+        FailureCode.DATA_TIMEOUT: "loader_timeout",
+    }
+    beat = json.loads(line)["beat"] | {"failure_code": code}
+    assert conditions(beat) == [known.get(code, "run_failed")]
+    assert conditions(beat | {"detail": "reworded"}) == [known.get(code, "run_failed")]
+
+
+def test_an_end_that_only_an_event_tells_of_is_named_by_its_code_and_a_signal_is_no_damage(tmp_path):
+    """The launcher's record of a killed rank has a negative code."""
+    add_event(tmp_path, EventKind.START, ts=1.0, step=0)
+    details = {"launcher": LauncherAction.GAVE_UP, "why": "reworded", "code": -signal.SIGKILL, "rank": 1}
+    add_event(tmp_path, EventKind.ERROR, ts=2.0, step=3, **details, failure_code=FailureCode.OUT_OF_MEMORY)
+    events, unreadable = read_events_and_damage(tmp_path)
+    assert (events[-1].details["code"], events[-1].details["rank"], unreadable) == (-9, 1, 0)
+    reader = HistoryReader(tmp_path)
+    history = reader.update()
+    reader.close()
+    assert [f.name for f in examine(history, now=reader.now.steady, limits=HealthLimits())] == ["out_of_memory"]
+    assert history.unreadable[names.EVENTS] == 0

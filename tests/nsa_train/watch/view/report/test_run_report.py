@@ -1,0 +1,194 @@
+"""One file that a browser shows without anything else, whatever the run went through."""
+
+import math
+import re
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+from nsa_train import names
+from nsa_train.cli.main import app
+from nsa_train.record.events import EventKind
+from nsa_train.record.run_data import RunData
+from nsa_train.watch.view.measured_goodput import TimeCause, goodput
+from nsa_train.watch.view.report.run_report import render
+from nsa_train.watch.view.snapshot import RunSnapshot, take_snapshot
+from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
+from tests.nsa_train.record.written import CONFIG, write_run
+from tests.nsa_train.watch.view.monitor.test_frame import CASES, START, healthy, not_finite, restarted
+
+SECTIONS = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
+_VOID = {"meta", "img", "input", "br", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that what is opened is closed, and collects what a test asks for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: set[str] = set()
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.ids.add(found.get("id", ""))
+        self.references += [found[name] for name in ("src", "href", "action", "data") if found.get(name)]
+        assert not [name for name in found if name.startswith("on")], attrs
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def report(folder) -> str:
+    return render(take_snapshot(folder))
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_every_run_has_a_whole_page_that_needs_nothing_else(make, tmp_path):
+    text = report(make(tmp_path))
+    page = Page(text)
+    assert set(SECTIONS) <= page.ids
+    assert all(reference.startswith(("#", "data:image/png;base64,")) for reference in page.references)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert not re.search(r"https?://", text)
+    for svg in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(svg)
+        assert "nan" not in re.sub(r"<title>.*?</title>|<text.*?</text>|aria-label=\".*?\"", "", svg, flags=re.S)
+
+
+def test_the_plots_of_the_issue_are_there(tmp_path):
+    page = Page(report(restarted(tmp_path)))
+    words = "\n".join(page.words)
+    for plot in ("loss ", "learning rate ", "throughput ", "gradient norm ", "gate shares ", "selected keys ",
+                 "memory ", "wait for data "):  # fmt: skip
+        assert f"\n{plot}" in words, plot
+    assert "restart from step 300" in words
+    assert sum(reference.startswith("data:image/png") for reference in page.references) == 3
+    assert "200 steps done again" not in words  # no event said so
+
+
+def test_what_a_file_says_stays_text(tmp_path):
+    hostile = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
+    folder = tmp_path / "a<b>&'\"c"
+    config = {**CONFIG, "data": {"path": hostile}, hostile: 3}
+    events = [
+        START,
+        (EventKind.ERROR, BEGAN + 5, 1, {"error": hostile}),
+        (EventKind.SKIPPED_STEP, BEGAN + 6, 2, {"reason": hostile}),
+    ]
+    beats = [*a_run(3), a_beat(names.FAILED, 3, BEGAN + 60, detail=hostile)]
+    (write_run(folder, beats, events, config=config) / names.HEALTH_LOG).write_text(f"CRITICAL {hostile}\n")
+    page = Page(report(folder))
+    assert page.tags.count("script") == 1
+    assert "alert" not in "".join(page.references)
+    assert sum("<script>alert(1)</script>" in words for words in page.words) >= 4
+    assert "a<b>&'\"c" in page.words
+
+
+def test_not_finite_values_are_marked(tmp_path):
+    text = report(not_finite(tmp_path))
+    assert 'class="bad"' in text
+    assert "loss_nonfinite" in text
+    assert 'class="bad"' not in report(healthy(tmp_path / "h"))
+
+
+def test_settings_come_with_their_origins_and_given_ones_first(tmp_path):
+    text = "\n".join(Page(report(healthy(tmp_path))).words)
+    assert text.index("train.lr") < text.index("run.yaml:3") < text.index("train.steps")
+    assert "1 settings were given" not in text  # what has no origin is not called a default
+    assert "4 settings were given, 1 are defaults" in text
+
+
+def test_what_a_watchdog_found_is_told_from_when_to_when(tmp_path):
+    which = {"condition": "data_slow", "level": "warning", "ranks": [0]}
+    events = [
+        START,
+        (EventKind.FINDING, BEGAN + 30, 5, {**which, "message": "3.0 s for 5 records"}),
+        (EventKind.FINDING, BEGAN + 90, 9, {**which, "over": True}),
+    ]
+    text = report(write_run(tmp_path, a_run(9), events))
+    assert "found by the watchdog" in text
+    assert "3.0 s for 5 records" in text
+    assert "<td>2023-11-14 22:13:50 UTC</td><td>2023-11-14 22:14:50 UTC</td>" in text
+
+
+def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path):
+    folder = healthy(tmp_path / "run")
+    assert CliRunner().invoke(app, ["report", str(folder)]).exit_code == 0
+    assert (folder / "report.html").exists()
+    out = tmp_path / "new" / "r.html"
+    result = CliRunner().invoke(app, ["report", str(folder), "--out", str(out)])
+    assert result.exit_code == 0
+    assert str(out) in result.output
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def long_run(records: int) -> RunData:
+    """Fed as the reader feeds it, without the file."""
+    run, template = RunData(Path("long")), progress(1, BEGAN).as_dict()
+    layers = [[0.3, 0.3, 0.4]] * 12
+
+    def records_():
+        yield a_beat(names.START, 0, BEGAN).as_dict()
+        for step in range(1, records + 1):
+            loss = 77.0 if step == records // 2 else 2 + 8 * step**-0.3 + 0.05 * math.sin(step)
+            yield {**template, "ts": BEGAN + step, "step": step, "loss": loss, "gate_shares_by_layer": layers}
+
+    run.add(0, records_())
+    return run
+
+
+def check_long(run: RunData, seconds: float) -> None:
+    began = time.process_time()
+    text = render(RunSnapshot(run, "running", [], goodput(run.lead, []), BEGAN + len(run.lead)))
+    assert time.process_time() - began < seconds
+    assert len(text.encode()) < 2 * 2**20
+    assert "77.00" in text  # the one record that was high
+
+
+def test_a_long_run_is_one_small_file_with_its_spike():
+    check_long(long_run(50_000), 10)
+
+
+@pytest.mark.nightly
+def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
+    from nsa_train.record.records import to_line
+
+    template = to_line({**progress(1, BEGAN).as_dict(), "ts": "TS", "step": "STEP", "loss": "LOSS"})
+    head, tail = template.split('"TS"')
+    with (tmp_path / names.heartbeat(0)).open("w") as file:
+        for step in range(1, 500_001):
+            loss = 77.0 if step == 250_000 else 2 + 8 * step**-0.3
+            rest = tail.replace('"STEP"', str(step)).replace('"LOSS"', repr(loss))
+            file.write(f"{head}{BEGAN + step}{rest}\n")
+    began = time.process_time()
+    text = report(tmp_path)
+    assert time.process_time() - began < 40  # 20 s on a machine that does nothing else
+    assert len(text.encode()) < 2 * 2**20
+    assert "77.00" in text
+
+
+def test_goodput_is_shown_by_every_cause(tmp_path):
+    words = Page(report(restarted(tmp_path))).words
+    assert {cause.value for cause in TimeCause} <= set(words)
