@@ -1,6 +1,7 @@
 """Distinct gradients of equal passes: `python -m tools.repeatability`.
 
     python -m tools.repeatability                  20 runs of 2,048 tokens each
+    python -m tools.repeatability --backend portable -k model      cases with "model" in their row
     TRITON_INTERPRET=1 python -m tools.repeatability --backend triton --runs 3 --tokens 256
 
 Every backend and kind of layer with selection, with one thread and with two, without selector loss and with both forms
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--backend", action="append", choices=RUN_HERE)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("-k", default="", metavar="TEXT", help="only cases whose row contains this")
     arguments = parser.parse_args()
     cases = {
         f"{backend} | {kind} | {f'{blocks} blocks' if loss else 'none'}": partial(
@@ -38,6 +40,8 @@ def main() -> int:
     }
     for backend in arguments.backend or RUN_HERE:
         cases[f"{backend} | model, packed | chosen blocks"] = partial(model_gradients, backend, arguments.tokens)
+    if not (cases := {name: compute for name, compute in cases.items() if arguments.k in name}):
+        parser.error(f"no case's row contains {arguments.k!r}")
     print(f"{arguments.runs} runs of {arguments.tokens} tokens")
     print("| backend | layer | selector loss | 1 thread | 2 threads |\n|---|---|---|---|---|")
     counts = []

@@ -1,6 +1,9 @@
 """The mutation drill reports what its tests catch, what survives, and what could not be planted."""
 
+import platform
 import re
+import runpy
+import subprocess
 
 import pytest
 
@@ -76,3 +79,16 @@ def test_programs_that_tests_start_import_the_tree_of_the_tests():
     tests = (mutation_drill.ROOT / "tests").rglob("*.py")
     wrong = [path.name for path in tests if re.search(r'"PYTHONPATH": (str\(|["\'])', path.read_text(encoding="utf-8"))]
     assert wrong == [], "import_path() of proofs has the packages too"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags of x86")
+def test_kernels_with_bugs_fuse_products_and_sums_as_without(tmp_path):
+    """With -O1 alone three bugs of rounding survived, which the tests catch in what users compile."""
+    (text,) = mutation_drill.faster_builds(mutation_drill.ROOT).values()
+    (tmp_path / "build.py").write_text(text)
+    build = runpy.run_path(str(tmp_path / "build.py"))
+    (tmp_path / "fused.cpp").write_text("float fused(float a, float b, float c) { return a * b - c; }")
+    command = [build["_compiler"](), *build["FLAGS"], *build["X86_FLAGS"]["isa_avx2"], "-S", "-o", "-", "fused.cpp"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "-O3" not in command
+    assert "vfmsub" in done.stdout
