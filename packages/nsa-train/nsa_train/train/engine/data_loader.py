@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 Tensors = dict[str, Any]
 
 
+_ATTEMPTS_TO_REMOVE = 100
+
+
 class RowLoader(TextDataLoaderBase):
     """With `prefetch`, batches are built ahead in a separate process; without it, between steps."""
 
@@ -94,7 +97,7 @@ class RowLoader(TextDataLoaderBase):
             self._prefetcher.close()
             self._prefetcher = None
         if self.ranks.first:
-            shutil.rmtree(self.work_dir / names.DATA_EXCHANGE, ignore_errors=True)
+            _remove(self.work_dir / names.DATA_EXCHANGE)
 
     def _iter_batches(self) -> Iterator[Tensors]:
         for batch, state in self._prefetched() if self._prefetch else self._read():
@@ -132,7 +135,7 @@ class RowLoader(TextDataLoaderBase):
 
 
 def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
-    """The same rows, with the reading of documents divided among the ranks. All ranks must call it at the same time.
+    """Divide the reading of documents among the ranks, which must all call this at the same time; rows stay the same.
 
     Ranks whose run folder is on a disk of their own cannot exchange tokens: then each reads everything.
     """
@@ -147,6 +150,14 @@ def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
                         "folder on a shared file system, or prepare the data.", work_dir)  # fmt: skip
         return data
     return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder into which other ranks may still write: a file that appears meanwhile keeps it from going."""
+    for _ in range(_ATTEMPTS_TO_REMOVE):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
 
 
 def _new_exchange(work_dir: Path) -> tuple[str, str]:
