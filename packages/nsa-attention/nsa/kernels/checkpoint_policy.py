@@ -5,7 +5,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 NAMESPACE = "nsa"
-"""Of our custom operators."""
+"""Namespace of our custom operators."""
 TORCH_ATTENTION = "scaled_dot_product"
 """In the names of PyTorch's own attention operators, which a dense layer may use."""
 

@@ -4,6 +4,7 @@ B batch · S queries · T keys · n slots · G kv groups · R heads per group ·
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor
 from nsa.geometry import Geometry
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Result = TypeVar("Result")
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of queries, keys and values."""
+"""Those of queries, keys and values."""
 
 
 def constant_when_traced(function: Function) -> Function:
@@ -36,12 +36,12 @@ class KernelShape(NamedTuple):
     geometry: Geometry
 
 
-def on_device_of(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
-    """`run(*args)` with x's GPU as the current one: Triton launches kernels there, wherever their tensors are."""
-    if x.device.type != "cuda":
-        return run(*args)
-    with torch.cuda.device(x.device):
-        return run(*args)
+_UNCHANGED = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Context with x's GPU as the current one: Triton launches kernels there, wherever their tensors are."""
+    return _UNCHANGED if x.device.type != "cuda" else torch.cuda.device(x.device)
 
 
 class BranchInputs(NamedTuple):
@@ -76,9 +76,6 @@ class BranchInputs(NamedTuple):
 class BackendKernels(Protocol):
     """The functions of a backend's module, on tensors and without autograd. A query at a position below 0 sees nothing
     and selects nothing. `nsa.kernels.ops` makes operators of them.
-
-    Optional: `compressed_and_select(x)`, which returns the compressed branch's output, its log-sum-exps and the chosen
-    blocks in one pass, and `mix_forward` and `mix_backward` (see `reference.mix`).
     """
 
     def attend_forward(self, x: BranchInputs, /) -> tuple[Tensor, Tensor]:
@@ -93,6 +90,21 @@ class BackendKernels(Protocol):
         self, q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float, /
     ) -> Tensor:
         """The chosen blocks: as in `BranchInputs`, [B, S, G, n_sel]; which ones, as in `reference.select_blocks`."""
+
+
+class FusedBackendKernels(BackendKernels, Protocol):
+    """What a backend may compute in one pass besides."""
+
+    def compressed_and_select(self, x: BranchInputs, /) -> tuple[Tensor, Tensor, Tensor]:
+        """The compressed branch's output, its log-sum-exps and the chosen blocks in one pass."""
+
+    def mix_forward(self, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, /) -> Tensor:
+        """The branches' outputs mixed by the gates, as `reference.mix`."""
+
+    def mix_backward(
+        self, dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of the gates and of each branch's output."""
 
 
 class KeyPages(NamedTuple):

@@ -8,6 +8,7 @@ operator (and, where a backend computes the compressed branch and the selection 
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.custom_operator import custom_operator
-from nsa.kernels.interface import BackendKernels, BranchInputs, on_device_of
-from nsa.kernels.precision import require_one_dtype, without_autocast
+from nsa.kernels.interface import BackendKernels, BranchInputs, device_of
+from nsa.kernels.precision import autocast_off, require_one_dtype
 from nsa.kernels.reference import Attended
 from nsa.kernels.transforms import ReverseModeFunction, with_gradient, without_second_gradient
 
-_KERNELS: dict[str, BackendKernels] = {}
+_KERNELS: dict[str, Any] = {}
+"""`BackendKernels`, or `FusedBackendKernels` where something of these is bound."""
 _N_SEL = [field.name for field in fields(Geometry)].index("n_sel")  # in `Geometry.ints`
 
 
@@ -42,31 +44,25 @@ def bind(name: str, kernels: BackendKernels) -> KernelFunctions:
     """Register a backend's kernels under a name and return them as differentiable, compilable functions."""
     _KERNELS[name] = kernels
 
-    def attend(branch: str, idx: Tensor | None, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor,
-               geometry: Geometry, scale: float, return_lse: bool) -> Attended:  # fmt: skip
+    def attend(branch: str, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, geometry: Geometry,
+               scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, lse = _differentiable_attend(q, k, v, idx, pos, start, branch, geometry.ints, scale, name)
+        out, lse = _differentiable_attend.call(q, k, v, None, pos, start, branch, geometry.ints, scale, name)
         return (out, lse) if return_lse else out
-
-    def sliding_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, start: Tensor, *, geometry: Geometry,
-                          scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
-        return attend("sliding", None, q, k, v, pos, start, geometry, scale, return_lse)
-
-    def compressed_attention(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *,
-                             geometry: Geometry, scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
-        return attend("compressed", None, q, k, v, pos, first, geometry, scale, return_lse)
 
     def selected_attention(q: Tensor, k: Tensor, v: Tensor, idx: Tensor, pos: Tensor, start: Tensor, *,
                            geometry: Geometry, scale: float, return_lse: bool = False) -> Attended:  # fmt: skip
         # `idx` (see `BranchInputs.idx_BSGN`) is not checked: reading it at every step would stall an accelerator.
-        return attend("selected", idx, q, k, v, pos, start, geometry, scale, return_lse)
+        require_one_dtype(q, k, v)
+        out, lse = _differentiable_attend.call(q, k, v, idx, pos, start, "selected", geometry.ints, scale, name)
+        return (out, lse) if return_lse else out
 
     def select_blocks(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry, scale: float) -> Tensor:
         require_one_dtype(q, k)
         idx: Tensor = _select(q.detach(), k.detach(), pos, first, geometry.ints, scale, name)
         return idx
 
-    return KernelFunctions(compressed_attention, select_blocks, selected_attention, sliding_attention)
+    return KernelFunctions(partial(attend, "compressed"), select_blocks, selected_attention, partial(attend, "sliding"))
 
 
 def bind_fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -76,7 +72,7 @@ def bind_fused(name: str) -> Callable[..., tuple[Tensor, ...]]:
     def compressed_and_select(q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, *, geometry: Geometry,
                               scale: float, return_lse: bool = False) -> tuple[Tensor, ...]:  # fmt: skip
         require_one_dtype(q, k, v)
-        out, lse, idx = _differentiable_compressed_and_select(q, k, v, pos, first, geometry.ints, scale, name)
+        out, lse, idx = _differentiable_compressed_and_select.call(q, k, v, pos, first, geometry.ints, scale, name)
         return (out, idx, lse) if return_lse else (out, idx)
 
     return compressed_and_select
@@ -86,15 +82,10 @@ def bind_mix(name: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     """A bound backend's `mix_forward` and `mix_backward` as one function with the signature of `reference.mix`."""
 
     def mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor) -> Tensor:
-        out: Tensor = _differentiable_mix(gates, compressed, selected, sliding, name)
+        out: Tensor = _differentiable_mix.call(gates, compressed, selected, sliding, name)
         return out
 
     return mix
-
-
-def _run(backend: str, function: str, on: Tensor, *args: Any) -> Any:
-    """Call a backend's function, outside autocast; `on` is on the device it runs on, which is made the current one."""
-    return on_device_of(on, without_autocast, on, getattr(_KERNELS[backend], function), *args)
 
 
 @custom_operator("nsa::attend", mutates_args=())
@@ -103,8 +94,8 @@ def _attend(
     scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
-    made: tuple[Tensor, Tensor] = _run(backend, "attend_forward", q, x)
-    return made
+    with device_of(q), autocast_off(q):
+        return _KERNELS[backend].attend_forward(x)
 
 
 @_attend.register_fake
@@ -122,7 +113,8 @@ def _attend_backward(
     lse: Tensor, dlse: Tensor | None, branch: str, sizes: list[int], scale: float, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x = BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale)
-    dq, dk, dv = _run(backend, "attend_backward", q, x, out, lse, dout, dlse)
+    with device_of(q), autocast_off(q):
+        dq, dk, dv = _KERNELS[backend].attend_backward(x, out, lse, dout, dlse)
     return dq.contiguous(), dk, dv  # some backends write dq in q's own layout; the fake's is contiguous
 
 
@@ -161,8 +153,8 @@ _differentiable_attend = with_gradient(_attend, _save, _differentiate, _KernelFu
 
 @custom_operator("nsa::select", mutates_args=())
 def _select(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str) -> Tensor:
-    idx: Tensor = _run(backend, "select", q, q, k, pos, first, Geometry.from_ints(sizes), scale)
-    return idx
+    with device_of(q), autocast_off(q):
+        return _KERNELS[backend].select(q, k, pos, first, Geometry.from_ints(sizes), scale)
 
 
 @_select.register_fake
@@ -175,8 +167,8 @@ def _compressed_and_select(
     q: Tensor, k: Tensor, v: Tensor, pos: Tensor, first: Tensor, sizes: list[int], scale: float, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = BranchInputs("compressed", q, k, v, None, pos, first, Geometry.from_ints(sizes), scale)
-    made: tuple[Tensor, Tensor, Tensor] = _run(backend, "compressed_and_select", q, x)
-    return made
+    with device_of(q), autocast_off(q):
+        return _KERNELS[backend].compressed_and_select(x)
 
 
 @_compressed_and_select.register_fake
@@ -212,8 +204,8 @@ _differentiable_compressed_and_select = with_gradient(
 
 @custom_operator("nsa::mix", mutates_args=())
 def _mix(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str) -> Tensor:
-    out: Tensor = _run(backend, "mix_forward", gates, gates, compressed, selected, sliding)
-    return out
+    with device_of(gates), autocast_off(gates):
+        return _KERNELS[backend].mix_forward(gates, compressed, selected, sliding)
 
 
 @_mix.register_fake
@@ -225,10 +217,8 @@ def _(gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, back
 def _mix_backward(
     dout: Tensor, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    made: tuple[Tensor, Tensor, Tensor, Tensor] = _run(
-        backend, "mix_backward", gates, dout, gates, compressed, selected, sliding
-    )
-    return made
+    with device_of(gates), autocast_off(gates):
+        return _KERNELS[backend].mix_backward(dout, gates, compressed, selected, sliding)
 
 
 @_mix_backward.register_fake

@@ -7,6 +7,7 @@ every `nn.Linear` does.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +28,19 @@ def require_one_dtype(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     )
 
 
-def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
-    """`run(*args)` on x's device. A context is entered only where autocast is on: it costs several microseconds."""
+_UNCHANGED = nullcontext()
+
+
+def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+    """Context without autocast on x's device; entered only where autocast is on, because that takes microseconds."""
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return run(*args)
-    with torch.autocast(x.device.type, enabled=False):
+        return _UNCHANGED
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
+    """`run(*args)` without autocast on x's device."""
+    with autocast_off(x):
         return run(*args)
 
 

@@ -31,11 +31,11 @@ class ScoreOptions(TypedDict):
 
     geometry: Geometry
     scale: float
-    """Of the scores."""
+    """Factor of the scores."""
 
 
 class AttendOptions(ScoreOptions, total=False):
-    """And of the branches: whether to return (output, log-sum-exps)."""
+    """Keyword arguments of a branch: also whether to return (output, log-sum-exps)."""
 
     return_lse: bool
 

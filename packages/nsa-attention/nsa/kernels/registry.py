@@ -57,7 +57,7 @@ class KernelBackend:
     decoder: Callable[..., TokenDecoder] | None = None
     """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients."""
     merged_decoder: Callable[..., TokenDecoder] | None = None
-    """The same with selected blocks before the window, and one softmax over both (`nsa.core.merged_attention`)."""
+    """Builds one for layers of kind `merged`: selected blocks before the window, and one softmax over both."""
     mix: Mixing = reference.mix
 
 
@@ -100,7 +100,7 @@ class KernelPlan(NamedTuple):
     decoder: Callable[..., TokenDecoder] | None
     """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
     merged_decoder: Callable[..., TokenDecoder] | None
-    """The same for layers of kind `merged`."""
+    """Decoder of layers of kind `merged`; None as above."""
     mix: Mixing
     """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
 

@@ -4,13 +4,15 @@ Every result is computed by one thread in an order that depends on the sizes alo
 bits. Shapes as in `nsa.kernels.reference`.
 """
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.cpu import build, library
 from nsa.kernels.cpu.decoder import CpuDecoder as CpuDecoder
-from nsa.kernels.cpu.library import call, dense, problem, require, rows
+from nsa.kernels.cpu.library import check, dense, problem, require, rows
 from nsa.kernels.cpu.mix import mix_backward as mix_backward
 from nsa.kernels.cpu.mix import mix_forward as mix_forward
 from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
@@ -40,17 +42,17 @@ def _why_not_built() -> str | None:
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     x = _readable(x)
-    made, out, lse = _forward_problem(x)
-    call("nsa_forward", made)
+    arguments, out, lse = _forward_problem(x)
+    check(library.load().nsa_forward(byref(arguments)))
     return out, lse
 
 
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
     x = _readable(x)
-    made, out, lse = _forward_problem(x)
+    arguments, out, lse = _forward_problem(x)
     idx_BSGN = _new_choice(x.q_BSGRK, x.geometry)
-    made.idx = idx_BSGN.data_ptr()
-    call("nsa_choose", made)
+    arguments.idx = idx_BSGN.data_ptr()
+    check(library.load().nsa_choose(byref(arguments)))
     return out, lse, idx_BSGN
 
 
@@ -61,17 +63,17 @@ def attend_backward(
     q, k, v = x.q_BSGRK, x.k_BTGK, x.v_BTGV
     dout, out, lse = dense(dout_BSGRV), dense(out_BSGRV), lse_BSGR.contiguous()
     dq, dk, dv = torch.empty_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    made = _problem(x)
+    arguments = _problem(x)
     require("outputs", out, (*q.shape[:-1], v.shape[-1]), q.dtype)
     require("gradients of outputs", dout, out.shape, q.dtype)
     require("log-sum-exps", lse, q.shape[:-1], torch.float32)
-    made.out, made.dout, made.lse = rows(out), rows(dout), lse.data_ptr()
-    made.dq, made.dk, made.dv = rows(dq), rows(dk), rows(dv)
+    arguments.out, arguments.dout, arguments.lse = rows(out), rows(dout), lse.data_ptr()
+    arguments.dq, arguments.dk, arguments.dv = rows(dq), rows(dk), rows(dv)
     if dlse_BSGR is not None:
         dlse = dlse_BSGR.contiguous()
         require("gradients of log-sum-exps", dlse, q.shape[:-1], torch.float32)
-        made.dlse = dlse.data_ptr()
-    call("nsa_backward", made)
+        arguments.dlse = dlse.data_ptr()
+    check(library.load().nsa_backward(byref(arguments)))
     return dq, dk, dv
 
 
@@ -80,9 +82,9 @@ def select(
 ) -> Tensor:
     q, k, pos, first = dense(q_BSGRK), dense(k_BCGK), _index(pos_BS), _index(first_BS)
     idx_BSGN = _new_choice(q, geometry)
-    made = problem("compressed", q, k, pos, first, geometry, scale)
-    made.idx = idx_BSGN.data_ptr()
-    call("nsa_choose", made)
+    arguments = problem("compressed", q, k, pos, first, geometry, scale)
+    arguments.idx = idx_BSGN.data_ptr()
+    check(library.load().nsa_choose(byref(arguments)))
     return idx_BSGN
 
 
@@ -96,22 +98,22 @@ def _readable(x: BranchInputs) -> BranchInputs:
 def _problem(x: BranchInputs) -> library.AttentionProblem:
     """Queries, keys, values and chosen blocks, checked."""
     q, v, idx = x.q_BSGRK, x.v_BTGV, x.idx_BSGN
-    made = problem(x.branch, q, x.k_BTGK, x.pos_BS, x.start_BS, x.geometry, x.scale, v.shape[-1])
+    arguments = problem(x.branch, q, x.k_BTGK, x.pos_BS, x.start_BS, x.geometry, x.scale, v.shape[-1])
     require("values", v, (*x.k_BTGK.shape[:-1], v.shape[-1]), q.dtype)
-    made.v = rows(v)
+    arguments.v = rows(v)
     if idx is not None:
         require("chosen blocks", idx, (*q.shape[:3], idx.shape[-1]), torch.int32)
-        made.idx, made.n_sel = idx.data_ptr(), idx.shape[-1]
-    return made
+        arguments.idx, arguments.n_sel = idx.data_ptr(), idx.shape[-1]
+    return arguments
 
 
 def _forward_problem(x: BranchInputs) -> tuple[library.AttentionProblem, Tensor, Tensor]:
-    """And what it writes: output and log-sum-exps."""
-    made = _problem(x)
+    """The arguments of a forward pass, with the output and the log-sum-exps that it writes."""
+    arguments = _problem(x)
     out = x.q_BSGRK.new_empty((*x.q_BSGRK.shape[:-1], x.v_BTGV.shape[-1]))
     lse = x.q_BSGRK.new_empty(x.q_BSGRK.shape[:-1], dtype=torch.float32)
-    made.out, made.lse = rows(out), lse.data_ptr()
-    return made, out, lse
+    arguments.out, arguments.lse = rows(out), lse.data_ptr()
+    return arguments, out, lse
 
 
 def _new_choice(q_BSGRK: Tensor, geometry: Geometry) -> Tensor:

@@ -54,6 +54,7 @@ class CpuDecoder:
             self._step.far = self._far_B1.data_ptr()
         self._step.compressed.idx = self._idx_B1GN.data_ptr()
         self._append, self._append_arguments = library.load().nsa_append, ctypes.byref(self._new_token)
+        self._decode, self._decode_arguments = library.load().nsa_decode, ctypes.byref(self._step)
         self._first, self._fresh = self._step.compressed, [stream.fresh for stream in self._new_token.streams]
         self._strides: list[tuple[int, ...]] = [()] * len(self._fresh)
         self._first.out = rows(q.new_empty(self._out_shape))
@@ -104,7 +105,7 @@ class CpuDecoder:
             self._q.batch, self._q.token, self._q.group, self._q.head, _ = strides
         self._q.data, self._out.data = q.data_ptr(), out.data_ptr()
         first.threads, first.isa = torch.get_num_threads(), library.isa_for(self._dtype)
-        library.call("nsa_decode", self._step)
+        library.check(self._decode(self._decode_arguments))
         return out, self._idx_B1GN
 
 
@@ -125,17 +126,19 @@ def _append_arguments_of(cache: CacheView, means: bool, geometry: Geometry, merg
     k, v, table_BP = cache.selected.pages
     batch, groups, widths = len(table_BP), k.shape[1], (k.shape[-1], v.shape[-1])
     g = geometry
-    made = CacheAppend(library.DTYPES[k.dtype], 0, batch, groups, g.l, g.d, g.w, means)
+    arguments = CacheAppend(library.DTYPES[k.dtype], 0, batch, groups, g.l, g.d, g.w, means)
     placed = [(pages, x) for name, pages in every.items() for x in _paged(name, pages, batch, groups, widths, k.dtype)]
-    for stream, (pages, x), width in zip(made.streams, placed, widths * len(every), strict=True):
+    for stream, (pages, x), width in zip(arguments.streams, placed, widths * len(every), strict=True):
         stream.slots, stream.n_slots, stream.width = x, pages.n_entries, width
     of_entries = (widths[0], 0) if merged else widths
-    made.compressed[:] = _paged("compressed", cache.compressed.pages, batch, groups, of_entries, k.dtype)
-    made.n_compressed_slots = cache.compressed.pages.n_entries
+    arguments.compressed[:] = _paged("compressed", cache.compressed.pages, batch, groups, of_entries, k.dtype)
+    arguments.n_compressed_slots = cache.compressed.pages.n_entries
     counters = (
         cache.compressed.start_B1, cache.length_B, cache.n_compressed_B, cache.selected.pos_B1, cache.window.pos_B1
     )  # fmt: skip
     for counter in counters:
         library.require("the cache's counters", counter.flatten(), (batch,), torch.int64)
-    made.first, made.length, made.n_compressed, made.pos, made.window_pos = (x.data_ptr() for x in counters)
-    return made
+    arguments.first, arguments.length, arguments.n_compressed, arguments.pos, arguments.window_pos = (
+        x.data_ptr() for x in counters
+    )
+    return arguments

@@ -6,7 +6,7 @@ waiting threads spin, and a second thread pool would compete with them.
 
 import ctypes
 import functools
-from ctypes import POINTER, byref, c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -134,11 +134,11 @@ def problem(
     branch: str, q: Tensor, k: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int = 0
 ) -> AttentionProblem:
     """Queries and keys, checked: the library sees addresses only and cannot check them."""
-    made = query_problem(branch, q, pos, start, geometry, scale, d_v)
+    arguments = query_problem(branch, q, pos, start, geometry, scale, d_v)
     B, _, G, _, K = q.shape
     require("keys", k, (B, k.shape[1] if k.dim() > 1 else -1, G, K), q.dtype)
-    made.T, made.k = k.shape[1], rows(k)
-    return made
+    arguments.T, arguments.k = k.shape[1], rows(k)
+    return arguments
 
 
 def query_problem(
@@ -151,13 +151,13 @@ def query_problem(
     require("positions", pos, (B, S), torch.int64)
     require("document starts", start, (B, S), torch.int64)
     threads, g = torch.get_num_threads(), geometry
-    made = AttentionProblem(
+    arguments = AttentionProblem(
         DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, 0, G, R, K, d_v,
         g.w, g.l, g.d, g.l_sel, g.n_sel, scale,
     )  # fmt: skip
-    made.q = rows(q)
-    made.pos, made.start = pos.data_ptr(), start.data_ptr()
-    return made
+    arguments.q = rows(q)
+    arguments.pos, arguments.start = pos.data_ptr(), start.data_ptr()
+    return arguments
 
 
 def require(what: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -202,13 +202,12 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def call(name: str, made: AttentionProblem | DecodeStep | GateMix) -> None:
-    if outcome := getattr(load(), name)(byref(made)):
-        if outcome in _BAD_ARGUMENTS:
-            raise ConfigError(
-                f"the CPU kernel {name} was called with unsupported arguments: {_BAD_ARGUMENTS[outcome]}."
-            )
-        raise KernelUnavailable(f"the CPU kernel {name} stopped: {_OUTCOMES[outcome]}")
+def check(outcome: int) -> None:
+    """Raise what a function of the library has returned, unless it is 0."""
+    if outcome in _BAD_ARGUMENTS:
+        raise ConfigError(f"a CPU kernel was called with unsupported arguments: {_BAD_ARGUMENTS[outcome]}.")
+    if outcome:
+        raise KernelUnavailable(f"a CPU kernel stopped: {_OUTCOMES[outcome]}")
 
 
 def _openmp_parallel() -> int | None:

@@ -3,6 +3,8 @@
 B batch · S tokens · G kv groups · R heads per group · X gates per group, R or 1 · V value dim
 """
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
@@ -13,9 +15,9 @@ from nsa.kernels.cpu import library
 def mix_forward(gates_BSGX3: Tensor, *branches_BSGRV: Tensor) -> Tensor:
     gates, branches = gates_BSGX3.float().contiguous(), [x.contiguous() for x in branches_BSGRV]
     out = torch.empty_like(branches[0])
-    made = _arguments(gates, branches)
-    made.out = out.data_ptr()
-    library.call("nsa_mix", made)
+    arguments = _arguments(gates, branches)
+    arguments.out = out.data_ptr()
+    library.check(library.load().nsa_mix(byref(arguments)))
     return out
 
 
@@ -28,11 +30,11 @@ def mix_backward(
         [x.contiguous() for x in branches_BSGRV],
     )
     dgates, dbranches = torch.empty_like(gates), [torch.empty_like(x) for x in branches]
-    made = _arguments(gates, branches)
+    arguments = _arguments(gates, branches)
     library.require("gradients of the mix", dout, branches[0].shape, branches[0].dtype)
-    made.dout, made.dgates = dout.data_ptr(), dgates.data_ptr()
-    made.dbranches[:] = [x.data_ptr() for x in dbranches]
-    library.call("nsa_mix", made)
+    arguments.dout, arguments.dgates = dout.data_ptr(), dgates.data_ptr()
+    arguments.dbranches[:] = [x.data_ptr() for x in dbranches]
+    library.check(library.load().nsa_mix(byref(arguments)))
     return dgates.to(gates_BSGX3.dtype), dbranches[0], dbranches[1], dbranches[2]
 
 
@@ -46,9 +48,9 @@ def _arguments(gates: Tensor, branches: list[Tensor]) -> library.GateMix:
         library.require("branches", branch, first.shape, dtype)
     n_gates = 1 if gates.dim() == 5 and gates.shape[3] == 1 else R
     library.require("gates", gates, (*first.shape[:3], n_gates, 3), torch.float32)
-    made = library.GateMix(
+    arguments = library.GateMix(
         library.DTYPES[dtype], library.isa_for(dtype), torch.get_num_threads(), gates.numel() // 3, R // n_gates, V
     )
-    made.gates = gates.data_ptr()
-    made.branches[:] = [x.data_ptr() for x in branches]
-    return made
+    arguments.gates = gates.data_ptr()
+    arguments.branches[:] = [x.data_ptr() for x in branches]
+    return arguments

@@ -35,15 +35,15 @@ def attend_backward(
 ) -> Gradients:
     if not x.k_BTGK.shape[1]:
         return torch.zeros_like(x.q_BSGRK), torch.zeros_like(x.k_BTGK), torch.zeros_like(x.v_BTGV)
-    x, given = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
+    x, results = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if may_read(x.q_BSGRK):
-        return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *given)
+        return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *results)
     if x.branch == "selected":
-        return windows_backward(x, *given)
+        return windows_backward(x, *results)
     if x.branch == "compressed" or _one_window(x):
-        return _backward(x, range_chunks(x), *given)
+        return _backward(x, range_chunks(x), *results)
     by_query = KeysByQuery.of(x)
-    dq, dk, dv = _backward(_with_keys_by_query(x, by_query), by_query.chunks(x), *given)
+    dq, dk, dv = _backward(_with_keys_by_query(x, by_query), by_query.chunks(x), *results)
     return dq, by_query.take_back(dk), by_query.take_back(dv)
 
 

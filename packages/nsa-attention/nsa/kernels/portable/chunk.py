@@ -25,7 +25,7 @@ class QueryChunk(Protocol):
 
     @property
     def at(self) -> slice:
-        """Of the queries."""
+        """Slice of the queries."""
 
     @property
     def hidden(self) -> Tensor:

@@ -66,7 +66,7 @@ def windows_backward(
 def _backward(
     x: BranchInputs, at: slice, pieces: "WindowPieces", dout_BcGRV: Tensor, lse_BcGR: Tensor, delta_BcGR1: Tensor
 ) -> Gradients:
-    """Of each piece."""
+    """Gradients of each piece's queries, keys and values."""
     q, dout, k, v = pieces.rows(x.q_BSGRK[:, at]), pieces.rows(dout_BcGRV), pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV)
     lse, delta = pieces.rows(lse_BcGR[..., None]), pieces.rows(delta_BcGR1)
     return gradients(dout, q, k, v, pieces.hidden, lse, delta, x.scale)
@@ -84,7 +84,7 @@ class WindowPieces(NamedTuple):
     group_n1: Tensor
     """Which keys a piece reads."""
     first_piece: Tensor
-    """Of each (batch, group, window), and of the pieces that no window needs: [B·G·W + 1]."""
+    """Number of the first piece of each (batch, group, window), and of those that no window needs: [B·G·W + 1]."""
     place_BcGM: Tensor
     """Where each entry is, counted in entries of pieces."""
     seen_BcGM: Tensor

@@ -75,7 +75,7 @@ class KeysByQuery(NamedTuple):
         return _rows_at(dx_BUGX, self.row_BT).masked_fill_(absent_BT[..., None, None], 0)
 
     def chunks(self, x: BranchInputs) -> Iterator[RangeChunk]:
-        """Of `x` as it was before its keys were laid out."""
+        """Chunks of `x` as it was before its keys were laid out."""
         (S, w), before_B1 = (x.pos_BS.shape[1], x.geometry.w), self.key_BU[:, :1]
         lo_BS, hi_BS = (at - before_B1 for at in window_bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1]))
         length = min(max(w, 64), _chunk_length(x.q_BSGRK, w))  # half of the scores at most are of hidden keys

@@ -67,16 +67,16 @@ def parts(sizes: SelfCheckSizes, device: torch.device, dtype: torch.dtype, backe
 def check_part(part: CheckedPart, device: torch.device) -> list[CheckedFigure]:
     """Compared with the reference; if that holds, again, bit by bit."""
     first = part.run()
-    found = part.judge(first)
-    if not all(figure.right for figure in found):
-        return found
+    verdict = part.judge(first)
+    if not all(figure.right for figure in verdict):
+        return verdict
     with poisoned_memory():
         again = part.run()
-    found.append(_bits("again in memory that held NaN", part, again, first))
+    verdict.append(_bits("again in memory that held NaN", part, again, first))
     with torch.autocast(device.type, torch.bfloat16):
         cast = part.run()
-    found.append(_bits("under autocast", part, cast, first))
-    return found
+    verdict.append(_bits("under autocast", part, cast, first))
+    return verdict
 
 
 def _bits(how: str, part: CheckedPart, got: Results, want: Results) -> CheckedFigure:

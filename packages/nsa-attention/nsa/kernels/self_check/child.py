@@ -26,12 +26,12 @@ def clean_environment(*, interpret: bool) -> dict[str, str]:
 
     `interpret`: whether Triton's kernels are interpreted there.
     """
-    kept = {
+    environment = {
         name: text
         for name, text in os.environ.items()
         if name not in (*_LAUNCHER_VARIABLES, "TRITON_INTERPRET") and not name.startswith(_LAUNCHER_PREFIXES)
     }
-    return kept | ({"TRITON_INTERPRET": "1"} if interpret else {})
+    return environment | ({"TRITON_INTERPRET": "1"} if interpret else {})
 
 
 def child_messages(
@@ -88,5 +88,7 @@ def exception_line(output: IO[bytes]) -> str:
     """The exception of the last traceback: its first line that is not indented."""
     lines = output_lines(output)
     begin = max((n for n, line in enumerate(lines) if line.startswith("Traceback")), default=-1)
-    found = next((line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it exited without output")
-    return found[:_MOST_CHARACTERS]
+    message = next(
+        (line for line in lines[begin + 1 :] if not line.startswith((" ", "\t"))), "it exited without output"
+    )
+    return message[:_MOST_CHARACTERS]

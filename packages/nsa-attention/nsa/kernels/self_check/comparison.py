@@ -38,7 +38,8 @@ class CheckedFigure:
 
 
 SMALLEST_RMS = 0.05
-"""Of results from inputs of RMS 1: what is exactly 0 (the gradient of a softmax over one key) has only its error."""
+"""Smallest scale of results from inputs of RMS 1. What is exactly 0, such as the gradient of a softmax over one key,
+has only its error."""
 
 
 def relative_rms(got: Tensor, want: Tensor, *, smallest: float = 0.0) -> float:

@@ -63,17 +63,17 @@ class DecodeCase:
         return results
 
     def figures(self, got: dict[str, Tensor], device: torch.device) -> list[CheckedFigure]:
-        found = []
+        errors = []
         for step, q in enumerate(self.q_steps, start=1):
             idx = got[f"blocks, step {step}"].cpu()
             want = self._mixed(step, idx, torch.float32, CPU)
             plain = relative_rms(self._mixed(step, idx, self.dtype, device), want)
             error = relative_rms(got[f"out, step {step}"], want)
-            found.append(CheckedFigure(f"{self.name} out, step {step}", error, limit_for(self.dtype, plain)))
+            errors.append(CheckedFigure(f"{self.name} out, step {step}", error, limit_for(self.dtype, plain)))
             pos = self._chosen_from(step)
             worst = blocks_error(q, self.compressed.k, pos, torch.zeros_like(pos), idx, self.geometry, self.scale)
-            found.append(CheckedFigure(f"{self.name} blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
-        return found
+            errors.append(CheckedFigure(f"{self.name} blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
+        return errors
 
     def _position(self, step: int) -> Tensor:
         return torch.tensor(self.lengths)[:, None] + step - 1

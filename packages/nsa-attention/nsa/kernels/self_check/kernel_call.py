@@ -131,8 +131,8 @@ class KernelCall:
     ) -> list[Tensor]:
         """Queries, keys and values that gradients are taken of."""
         tensors = [self.q_BSGRK, *(self.compressed if branch == "compressed" else self.raw)]
-        made = [part.of(x).detach().to(device, dtype or self.dtype) for x in tensors]
-        return [(_view_of_projection(x) if self.strided else x).requires_grad_() for x in made]
+        tensors_of_part = [part.of(x).detach().to(device, dtype or self.dtype) for x in tensors]
+        return [(_view_of_projection(x) if self.strided else x).requires_grad_() for x in tensors_of_part]
 
     def positions(self, device: torch.device, part: CallPart = _WHOLE) -> list[Tensor]:
         """`layout`, there."""

@@ -138,17 +138,17 @@ def key_for(
 
 def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, bool]]:
     """What was checked on a GPU of this name, with any version: dtype, shape, whether tiles were timed."""
-    found = []
+    checks = []
     for path in sorted(folder.glob("self_check_*.json")):
         try:
             key = CheckRecord.from_json(json.loads(path.read_text(encoding="utf-8"))).key
             groups, heads, d_k, d_v = key.shape
             shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(key.geometry))
             if key.gpu == gpu and not key.parts:
-                found.append((getattr(torch, key.dtype), shape, key.tuned))
+                checks.append((getattr(torch, key.dtype), shape, key.tuned))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
             _log.warning("%s is no record of a self-check (%r)", path, error)
-    return found
+    return checks
 
 
 @cache

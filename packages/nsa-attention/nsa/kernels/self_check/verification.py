@@ -58,8 +58,8 @@ class Verification:
     @property
     def summary(self) -> str:
         """Why it is not used, in one line."""
-        kept = f" (evidence: {self.evidence})" if self.evidence else ""
-        return f"failed its check on this GPU: {self.reason}{kept}" if self.checked else self.reason
+        evidence = f" (evidence: {self.evidence})" if self.evidence else ""
+        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else self.reason
 
 
 class CheckRequest(NamedTuple):
@@ -78,7 +78,7 @@ class CheckRequest(NamedTuple):
 
 
 def verification(device: torch.device, dtype: torch.dtype, shape: KernelShape) -> Verification:
-    """Of the Triton kernels on this GPU; checked once per process at most."""
+    """Verdict on the Triton kernels on this GPU; checked once per process at most."""
     if not torch.cuda.is_available():
         return Verification(False, "there is no GPU here to check it on", checked=False)
     index = torch.cuda.current_device() if device.index is None else device.index

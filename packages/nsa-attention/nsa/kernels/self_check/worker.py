@@ -28,14 +28,14 @@ _MOST_THREADS = 16  # of the reference
 
 
 def main(arguments: str) -> None:
-    given = json.loads(arguments)
-    with os.fdopen(given["to"], "w", encoding="utf-8") as pipe:
+    request = json.loads(arguments)
+    with os.fdopen(request["to"], "w", encoding="utf-8") as pipe:
 
         def write(**message: Any) -> None:
             pipe.write(json.dumps(message) + "\n")
             pipe.flush()
 
-        _check(given, write)
+        _check(request, write)
         write(kind="done")
 
 
@@ -67,8 +67,8 @@ def _check(given: dict[str, Any], write: Any) -> None:
             continue
         began = time.perf_counter()
         write(kind="begin", part=part.name)
-        found = checks.check_part(part, device)
-        write(kind="figures", figures=[vars(figure) for figure in found])
+        verdict = checks.check_part(part, device)
+        write(kind="figures", figures=[vars(figure) for figure in verdict])
         write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
 
 

@@ -8,9 +8,9 @@ candidate that spills or takes more shared memory than there is, according to it
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,10 +23,27 @@ from nsa.kernels.triton.tuning import TileSizes, candidates, choose, limits_here
 
 _log = logging.getLogger(__name__)
 
-Launch = Callable[..., None]
-"""Of a kernel over a grid: `launch(kernel, grid, *arguments, **constants)`."""
-Start = Callable[[TileSizes, Launch], Any]
-"""Everything that depends on the tiles, up to the launch; returns the results."""
+
+class Launch(NamedTuple):
+    """A kernel over a grid. The caller runs it, `kernel[grid](*arguments, **constants)`: no function stands between."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+
+
+class Work(NamedTuple):
+    """What one choice of tiles computes."""
+
+    launches: Sequence[Launch]
+    """In order; the first one is that of the kernel whose tiles are chosen."""
+    results: tuple[Tensor, ...] = ()
+    """Tensors that depend on the tiles and that the launches write."""
+
+
+Prepare = Callable[[TileSizes], Work]
+"""Everything that depends on the tiles, up to the launch."""
 
 LONG_QUERIES = 1024
 """Calls with at least this many queries are timed separately: decoding and training need different tiles."""
@@ -34,16 +51,16 @@ KEEP_TABLE_ABOVE = 0.97
 """Share of the table's time: a candidate that is not faster than this is within noise, and the table's tiles stay."""
 
 
-def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, start: Start, **constants: int) -> Any:
-    """Runs `start` with the kernel's tiles: the table's, or those that were fastest on this GPU."""
+def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, prepare: Prepare, **constants: int) -> Work:
+    """What `prepare` returns for the kernel's tiles: the table's, or those that were fastest on this GPU."""
     tiles = choose(kernel, max(q_BSGRK.shape[-1], d_v), element_size=q_BSGRK.dtype.itemsize)
     # Not under the interpreter, and not in fp32: without matrix units everything spills and takes minutes to compile.
     if tunes() and q_BSGRK.device.type == "cuda" and q_BSGRK.dtype != torch.float32:
         tuner = _tuner(torch.cuda.get_device_name(q_BSGRK.device))
         every = (tiles, *candidates(kernel))
         may_time = not torch.cuda.is_current_stream_capturing()
-        tiles = tuner.choose(key_of(kernel, q_BSGRK, d_v=d_v, **constants), every, start, may_time=may_time)
-    return start(tiles, run)
+        tiles = tuner.choose(key_of(kernel, q_BSGRK, d_v=d_v, **constants), every, prepare, may_time=may_time)
+    return prepare(tiles)
 
 
 def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
@@ -52,18 +69,15 @@ def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
     return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG_QUERIES else 'short'}"
 
 
-def run(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants)
+def _run(work: Work) -> None:
+    for kernel, grid, arguments, constants in work.launches:
+        kernel[grid](*arguments, **constants)
 
 
-class CompileOnly:
-    """Replaces `run`: kernels are compiled and kept, to be checked before they run."""
-
-    def __init__(self) -> None:
-        self.kernels: list[Any] = []
-
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        self.kernels.append(kernel.warmup(*arguments, grid=grid, **constants))
+def _compiled(work: Work) -> Any:
+    """The kernel whose tiles are chosen, compiled and not run."""
+    kernel, grid, arguments, constants = work.launches[0]
+    return kernel.warmup(*arguments, grid=grid, **constants)
 
 
 class TileTuner:
@@ -76,19 +90,21 @@ class TileTuner:
         self._made: dict[str, TileSizes] = {}
         self._lock = threading.Lock()  # backward runs in threads of autograd
 
-    def choose(self, key: str, candidates: Sequence[TileSizes], start: Start, *, may_time: bool = True) -> TileSizes:
+    def choose(
+        self, key: str, candidates: Sequence[TileSizes], prepare: Prepare, *, may_time: bool = True
+    ) -> TileSizes:
         """The first candidate is the table's: it stays where nothing is clearly faster, or timing is not allowed."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._find(key, candidates, start) if may_time else candidates[0]
+                self._made[key] = self._find(key, candidates, prepare) if may_time else candidates[0]
             return self._made[key]
 
-    def _find(self, key: str, candidates: Sequence[TileSizes], start: Start) -> TileSizes:
+    def _find(self, key: str, candidates: Sequence[TileSizes], prepare: Prepare) -> TileSizes:
         try:
             with self._store.locked():
                 known = self._store.read()
                 if known.get(key) not in candidates:
-                    known[key] = self._fastest(key, candidates, start)
+                    known[key] = self._fastest(key, candidates, prepare)
                     self._store.write(known)
                 return known[key]
         except OSError as error:
@@ -98,15 +114,13 @@ class TileTuner:
             )  # fmt: skip
             return candidates[0]
 
-    def _fastest(self, key: str, candidates: Sequence[TileSizes], start: Start) -> TileSizes:
+    def _fastest(self, key: str, candidates: Sequence[TileSizes], prepare: Prepare) -> TileSizes:
         times: dict[TileSizes, float] = {}
         for tiles in dict.fromkeys(candidates):
-            compiled = CompileOnly()
-            start(tiles, compiled)
-            if reasons := [reason for kernel in compiled.kernels for reason in self._refusals(kernel)]:
+            if reasons := self._refusals(_compiled(prepare(tiles))):
                 _log.info("%s: %s refused, %s", key, tiles, "; ".join(reasons))
                 continue
-            times[tiles] = self._measure(lambda tiles=tiles: start(tiles, run))  # type: ignore[misc]
+            times[tiles] = self._measure(lambda tiles=tiles: _run(prepare(tiles)))  # type: ignore[misc]
         table = candidates[0]
         if not times:
             _log.warning("%s: every candidate was refused; the table's tiles stay.", key)

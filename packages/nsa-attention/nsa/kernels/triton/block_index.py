@@ -79,12 +79,12 @@ def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel:
     counts, before = (new_index(idx, B * G, n_runs, n_windows + 1, n) for n in (1, 2))
     totals = new_index(idx, B * G, n_windows + 1, 2)
     shapes = ((n_entries,), (n_entries,), (n_places + 1,), (n_places + 1,), (n_pieces,), (B, S))
-    found = BlockIndex(*(new_index(idx, *shape) for shape in shapes))
+    index = BlockIndex(*(new_index(idx, *shape) for shape in shapes))
     where = (*pos_BS.stride(), *start_BS.stride())
     of_chunks = dict(G=G, **sizes, num_warps=warps)
     blocks, steps = triton.cdiv(n_chunks, sizes["ROWS"]), (n_places + 1).bit_length()
     sort_chunks_kernel[(blocks, B * G)](
-        idx, pos_BS, start_BS, found.last_BS, entries, ranks, S, n_chunks, n_windows, *where, **of_chunks
+        idx, pos_BS, start_BS, index.last_BS, entries, ranks, S, n_chunks, n_windows, *where, **of_chunks
     )
     rank_chunks_kernel[(triton.cdiv(n_runs, sizes["ROWS"]), B * G)](
         entries, ranks, counts, n_chunks, run_length, n_windows, **rank_sizes(sizes), num_warps=warps
@@ -93,14 +93,14 @@ def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel:
         counts, before, totals, n_runs, n_windows + 1, RUNS=RUNS, BINS=BINS
     )
     place_windows_kernel[(1,)](
-        totals, found.offset, found.piece_first, n_places, n_windows, PIECE=PIECE, BLOCK=PLACES
+        totals, index.offset, index.piece_first, n_places, n_windows, PIECE=PIECE, BLOCK=PLACES
     )  # fmt: skip
     fill_kernel[(blocks + triton.cdiv(triton.cdiv(n_pieces, PLACES), B * G), B * G)](
-        entries, ranks, before, totals, found.offset, found.piece_first, pos_BS, start_BS,
-        found.pair, found.begin, found.piece_window,
+        entries, ranks, before, totals, index.offset, index.piece_first, pos_BS, start_BS,
+        index.pair, index.begin, index.piece_window,
         n_chunks, run_length, n_windows, n_places, n_pieces, steps, *where, **of_chunks, BLOCK=PLACES,
     )  # fmt: skip
-    return found
+    return index
 
 
 RUNS, BINS, PLACES = 64, 32, 1024

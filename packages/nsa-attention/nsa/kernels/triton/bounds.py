@@ -28,7 +28,7 @@ class KeyBounds(NamedTuple):
 
 
 def key_bounds(x: BranchInputs) -> KeyBounds:
-    """Of the sliding branch's window, or of the compressed branch's complete blocks."""
+    """Bounds of the sliding branch's window, or of the compressed branch's complete blocks."""
     bounds = window_bounds if x.branch == "sliding" else compressed_bounds
     return bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1])
 
@@ -45,11 +45,11 @@ def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> KeyB
     B, S = pos_BS.shape
     n_chunks = triton.cdiv(S, CHUNK)
     shapes = ((B, S), (B, S), (B, n_chunks), (B, n_chunks))
-    found = KeyBounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
+    bounds = KeyBounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
     bounds_kernel[(n_chunks, B)](
-        pos_BS, start_BS, *found, S, n_keys, *pos_BS.stride(), *start_BS.stride(), **sizes, CHUNK=CHUNK
+        pos_BS, start_BS, *bounds, S, n_keys, *pos_BS.stride(), *start_BS.stride(), **sizes, CHUNK=CHUNK
     )
-    return found
+    return bounds
 
 
 def seen_by(bounds: KeyBounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:

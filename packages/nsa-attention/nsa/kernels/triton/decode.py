@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, on_device_of
+from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, device_of
 from nsa.kernels.triton.device.decode import (
     decode_compressed_kernel,
     decode_merge_kernel,
@@ -68,13 +68,11 @@ class TritonDecoder:
                 f"gates are {'missing' if gates_B1GR3 is None else 'given'}: they mix the branches, and a merged layer "
                 f"has none. Pass them to a decoder that was made with merged=False, and only to that."
             )
-        return on_device_of(q_B1GRK, self._attend, q_B1GRK, gates_B1GR3)
-
-    def _attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
-        if gates_B1GR3 is None:
-            return decode_merged(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
-        branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
-        return mix_forward(gates_B1GR3, *branches), idx_B1GN
+        with device_of(q_B1GRK):
+            if gates_B1GR3 is None:
+                return decode_merged(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
+            branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
+            return mix_forward(gates_B1GR3, *branches), idx_B1GN
 
 
 def decode(

@@ -38,23 +38,25 @@ class MachineCode:
 
     def over_limits(self, gpu: GpuArchitecture) -> list[str]:
         """Resources the kernel takes and should not."""
-        found = []
+        reasons = []
         if self.spilled_bytes:
-            found.append(f"{self.spilled_bytes} bytes spilled")
+            reasons.append(f"{self.spilled_bytes} bytes spilled")
         if self.vector_spills or self.scalar_spills:
-            found.append(f"{self.vector_spills} vector and {self.scalar_spills} scalar registers spilled")
+            reasons.append(f"{self.vector_spills} vector and {self.scalar_spills} scalar registers spilled")
         if self.shared_bytes > gpu.shared_limit:
-            found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
-        return found
+            reasons.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
+        return reasons
 
     def faults(self, gpu: GpuArchitecture) -> list[str]:
-        """Of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
-        found = self.over_limits(gpu)
+        """Faults of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
+        reasons = self.over_limits(gpu)
         if self.loops and not self.matrix:
-            found.append("no matrix instructions")
+            reasons.append("no matrix instructions")
         if self.loops_not_pipelined and gpu.copies_asynchronously:
-            found.append(f"{self.loops_not_pipelined} of {self.loops} loops wait for their tiles: the pipeline is lost")
-        return found
+            reasons.append(
+                f"{self.loops_not_pipelined} of {self.loops} loops wait for their tiles: the pipeline is lost"
+            )
+        return reasons
 
 
 def compile_target(gpu: GpuArchitecture) -> GPUTarget:
@@ -132,15 +134,15 @@ def _loops_that_multiply(ttgir: str) -> Iterator[str]:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"the compiler's output has no {pattern!r}: another version writes it differently")
-    return int(found[1])
+    return int(match[1])
 
 
 def _count(pattern: str, text: str) -> dict[str, int]:
-    found = re.findall(pattern, text)
-    return {kind: found.count(kind) for kind in sorted(set(found))}
+    matches = re.findall(pattern, text)
+    return {kind: matches.count(kind) for kind in sorted(set(matches))}
 
 
 def _output(*command: str | Path) -> str:

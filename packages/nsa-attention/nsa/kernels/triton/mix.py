@@ -11,7 +11,7 @@ from nsa.kernels.triton.device.mix import mix_backward_kernel, mix_forward_kerne
 from nsa.kernels.triton.tuning import split_width
 
 ELEMENTS = 2048
-"""Of one branch that a program holds: 16 for each of 128 threads."""
+"""Elements of one branch that a program holds: 16 for each of 128 threads."""
 
 
 def mix_forward(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
-from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.autotune import Launch, Work, tuned
 from nsa.kernels.triton.bounds import KeyBounds, key_bounds, seen_by
 from nsa.kernels.triton.device.range_backward import add_parts_kernel, range_dkv_kernel, range_dq_kernel
 from nsa.kernels.triton.device.range_forward import range_forward_kernel
@@ -24,15 +24,14 @@ def range_forward(x: BranchInputs, bounds: KeyBounds | None = None) -> tuple[Ten
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi, *_ = bounds or key_bounds(x)
 
-    def start(tiles: TileSizes, launch: Launch) -> None:
-        launch(
-            range_forward_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            q, k, v, lo, hi, out, lse, x.scale, S, k.shape[1],
-            *row_strides(q, k, v), G=G, R=R, **widths(K, V),
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
-        )  # fmt: skip
+    def prepare(tiles: TileSizes) -> Work:
+        arguments = (q, k, v, lo, hi, out, lse, x.scale, S, k.shape[1], *row_strides(q, k, v))
+        constants = dict(G=G, R=R, **widths(K, V), BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype))
+        grid = (triton.cdiv(S * R, tiles.m), B * G)
+        return Work([Launch(range_forward_kernel, grid, arguments, {**constants, **tiles.options})])
 
-    tuned("range_forward", q, V, start)
+    for kernel, grid, arguments, constants in tuned("range_forward", q, V, prepare).launches:
+        kernel[grid](*arguments, **constants)
     return out, lse
 
 
@@ -50,31 +49,30 @@ def range_backward(
     strides = row_strides(dout, q, k, v)
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
 
-    def start_dq(tiles: TileSizes, launch: Launch) -> None:
-        launch(
-            range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, x.scale, S, T, *strides,
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
-        )  # fmt: skip
+    def prepare_dq(tiles: TileSizes) -> Work:
+        arguments = (dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, x.scale, S, T, *strides)
+        constants = dict(BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options)
+        return Work([Launch(range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G), arguments, constants)])
 
-    def start_dkv(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor]:
+    def prepare_dkv(tiles: TileSizes) -> Work:
         n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
         seen = seen_by(bounds, n_tiles, tiles.n)
         dk, dv = (x.new_empty(x.shape) for x in (k, v))
         sums = (dk, dv) if parts == 1 else [x.new_empty((parts, *x.shape), dtype=torch.float32) for x in (k, v)]
-        launch(
-            range_dkv_kernel, (n_tiles, B * G, parts),
-            dout, q, k, v, lo, hi, lse, delta, *sums, *seen, x.scale, S, T, n_tiles, parts, *strides,
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options,
-        )  # fmt: skip
+        arguments = (dout, q, k, v, lo, hi, lse, delta, *sums, *seen, x.scale, S, T, n_tiles, parts, *strides)
+        constants = dict(BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options)
+        launches = [Launch(range_dkv_kernel, (n_tiles, B * G, parts), arguments, constants)]
         if parts > 1:
-            add_parts_kernel[(triton.cdiv(B * T * G, ROWS_ADDED), 2)](
-                *sums, dk, dv, B * T * G, parts, **widths(K, V), BLOCK_M=ROWS_ADDED
-            )
-        return dk, dv
+            grid = (triton.cdiv(B * T * G, ROWS_ADDED), 2)
+            of_sums = dict(**widths(K, V), BLOCK_M=ROWS_ADDED)
+            launches.append(Launch(add_parts_kernel, grid, (*sums, dk, dv, B * T * G, parts), of_sums))
+        return Work(launches, (dk, dv))
 
-    tuned("range_dq", q, V, start_dq)
-    dk, dv = tuned("range_dkv", q, V, start_dkv)
+    for kernel, grid, arguments, constants in tuned("range_dq", q, V, prepare_dq).launches:
+        kernel[grid](*arguments, **constants)
+    launches, (dk, dv) = tuned("range_dkv", q, V, prepare_dkv)
+    for kernel, grid, arguments, constants in launches:
+        kernel[grid](*arguments, **constants)
     return dq, dk, dv
 
 
@@ -96,6 +94,6 @@ def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def row_strides(*tensors: Tensor) -> list[int]:
-    """Of every axis but the last; 0 where an axis has one element, whose stride may be any number that the compiler
-    would specialize on."""
+    """Strides of every axis but the last; 0 where an axis has one element, whose stride may be any number that the
+    compiler would specialize on."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
-from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.autotune import Launch, Work, tuned
 from nsa.kernels.triton.block_index import BlockIndex, build_block_index
 from nsa.kernels.triton.device.selected_backward import (
     add_pieces_kernel,
@@ -36,7 +36,9 @@ def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     for some in spans("selected_forward", q, N, l_sel, V, max(K, V)):
         queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
         index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
-        slots, levels = _windows_forward(queries, k, v, index, N, l_sel, x.scale)
+        launches, (slots, levels) = _windows_forward(queries, k, v, index, N, l_sel, x.scale)
+        for kernel, grid, arguments, constants in launches:
+            kernel[grid](*arguments, **constants)
         merge_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G)](
             idx, index.last_BS, start, slots, levels, out[:, some], lse[:, some], queries.shape[1], S, n_windows,
             *start.stride(), G=G, R=R, **columns("V", V), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(V),
@@ -46,24 +48,24 @@ def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
 
 def _windows_forward(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, index: BlockIndex, n_sel: int, l_sel: int, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> Work:
     """Partial result of each query and block, [B, S, G, slots, cuts, R, V], with its log-sum-exp in base 2."""
     B, S, G, R, K = q_BSGRK.shape
     (T, V), q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), q_BSGRK, k_BTGK, v_BTGV
 
-    def start(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor]:
+    def prepare(tiles: TileSizes) -> Work:
         keys, cuts = keys_of(tiles, l_sel)
         slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, V))
         levels = q.new_empty(slots.shape[:-1], dtype=torch.float32)
-        launch(
-            selected_forward_kernel, (index.n_pieces, cuts),
-            q, k, v, index.last_BS, *index.by_piece, slots, levels, scale, S, T, triton.cdiv(T, l_sel), B * G,
-            *row_strides(q, k, v), G=G, R=R, **widths(K, V), N=n_sel, L=l_sel,
-            PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
+        sizes = (scale, S, T, triton.cdiv(T, l_sel), B * G, *row_strides(q, k, v))
+        arguments = (q, k, v, index.last_BS, *index.by_piece, slots, levels, *sizes)
+        constants = dict(
+            G=G, R=R, **widths(K, V), N=n_sel, L=l_sel, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys,
+            WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
-        return slots, levels
+        return Work([Launch(selected_forward_kernel, (index.n_pieces, cuts), arguments, constants)], (slots, levels))
 
-    return tuned("selected_forward", q, V, start, l_sel=l_sel, n_sel=n_sel)
+    return tuned("selected_forward", q, V, prepare, l_sel=l_sel, n_sel=n_sel)
 
 
 def selected_backward(
@@ -88,9 +90,11 @@ def selected_backward(
     for some in all_spans:
         queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
         index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
-        slots, *sums = _windows_backward(
+        launches, (slots, *sums) = _windows_backward(
             dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
         )  # fmt: skip
+        for kernel, grid, arguments, constants in launches:
+            kernel[grid](*arguments, **constants)
         add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
             idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
             G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
@@ -105,27 +109,27 @@ def selected_backward(
 def _windows_backward(
     dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, lse_BSGR: Tensor, delta_BSGR: Tensor,
     n_queries: int, index: BlockIndex, n_sel: int, l_sel: int, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Work:  # fmt: skip
     """dQ by slots, dK and dV by pieces of windows. Log-sum-exps and deltas are part of a row of `n_queries`."""
     B, S, G, R, K = q_BSGRK.shape
     (T, V), dout, q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV
 
-    def start(tiles: TileSizes, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(tiles: TileSizes) -> Work:
         keys, cuts = keys_of(tiles, l_sel)
         slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, K))
         dk_part, dv_part = (
             torch.empty((index.n_pieces, l_sel, width), dtype=torch.float32, device=q.device) for width in (K, V)
         )
-        launch(
-            selected_backward_kernel, (index.n_pieces, cuts),
-            dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, slots, dk_part, dv_part, scale,
-            S, n_queries, T, triton.cdiv(T, l_sel), B * G,
-            *row_strides(dout, q, k, v), G=G, R=R, **widths(K, V),
-            N=n_sel, L=l_sel, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys, WIDE=is_wide(q.dtype), **tiles.options,
+        sizes = (scale, S, n_queries, T, triton.cdiv(T, l_sel), B * G, *row_strides(dout, q, k, v))
+        outputs = (slots, dk_part, dv_part)
+        arguments = (dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, *outputs, *sizes)
+        constants = dict(
+            G=G, R=R, **widths(K, V), N=n_sel, L=l_sel, PIECE=PIECE, BLOCK_M=tiles.m, BLOCK_N=keys,
+            WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
-        return slots, dk_part, dv_part
+        return Work([Launch(selected_backward_kernel, (index.n_pieces, cuts), arguments, constants)], outputs)
 
-    return tuned("selected_backward", q, V, start, l_sel=l_sel, n_sel=n_sel)
+    return tuned("selected_backward", q, V, prepare, l_sel=l_sel, n_sel=n_sel)
 
 
 def spans(kernel: str, q_BSGRK: Tensor, n_sel: int, l_sel: int, width: int, widest: int) -> Iterator[slice]:
@@ -156,7 +160,7 @@ def rows_of(width: int) -> int:
 
 
 def adding_warps(d_k: int, d_v: int) -> int:
-    """Of a program that adds the pieces of a window: wide rows spill with four."""
+    """Warps of a program that adds the pieces of a window: wide rows spill with four."""
     return 8 if max(d_k, d_v) > 64 else 4
 
 

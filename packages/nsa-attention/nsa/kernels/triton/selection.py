@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
-from nsa.kernels.triton.autotune import Launch, tuned
+from nsa.kernels.triton.autotune import Launch, Work, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
 from nsa.kernels.triton.device.select import range_lse_kernel, select_kernel
 from nsa.kernels.triton.range_attention import range_forward, row_strides, rows_contiguous
@@ -24,14 +24,15 @@ def select_blocks(
     lse = q.new_empty((B, S, G, R), dtype=torch.float32)
     lo, hi, *_ = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
 
-    def start(tiles: TileSizes, launch: Launch) -> None:
-        launch(
-            range_lse_kernel, (triton.cdiv(S * R, tiles.m), B * G),
-            q, k, lo, hi, lse, scale, S, k.shape[1], *row_strides(q, k), G=G, R=R, **_keys(K),
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype), **tiles.options,
-        )  # fmt: skip
+    def prepare(tiles: TileSizes) -> Work:
+        arguments = (q, k, lo, hi, lse, scale, S, k.shape[1], *row_strides(q, k))
+        constants = dict(G=G, R=R, **_keys(K), BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype))
+        grid = (triton.cdiv(S * R, tiles.m), B * G)
+        return Work([Launch(range_lse_kernel, grid, arguments, {**constants, **tiles.options})])
 
-    tuned("range_forward", q, 0, start)  # the forward's loop, without values
+    # The forward's loop, without values.
+    for kernel, grid, arguments, constants in tuned("range_forward", q, 0, prepare).launches:
+        kernel[grid](*arguments, **constants)
     return _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
 
 
@@ -48,16 +49,17 @@ def _choose(
     B, S, G, R, K = q.shape
     idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device)
 
-    def start(tiles: TileSizes, launch: Launch) -> None:
+    def prepare(tiles: TileSizes) -> Work:
         sizes = select_sizes(geometry, tiles)
-        launch(
-            select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G),
-            q, k, pos_BS, first_BS, hi, lse, idx, scale, S, k.shape[1], R, *pos_BS.stride(), *first_BS.stride(),
-            *row_strides(q, k), G=G, **_keys(K), **sizes, WIDE=is_wide(q.dtype), **tiles.options,
-        )  # fmt: skip
+        places = (*pos_BS.stride(), *first_BS.stride(), *row_strides(q, k))
+        arguments = (q, k, pos_BS, first_BS, hi, lse, idx, scale, S, k.shape[1], R, *places)
+        constants = dict(G=G, **_keys(K), **sizes, WIDE=is_wide(q.dtype), **tiles.options)
+        return Work([Launch(select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G), arguments, constants)])
 
     g = geometry
-    tuned("select", q, 0, start, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel)
+    work = tuned("select", q, 0, prepare, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel)
+    for kernel, grid, arguments, constants in work.launches:
+        kernel[grid](*arguments, **constants)
     return idx
 
 

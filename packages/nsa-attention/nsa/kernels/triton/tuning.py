@@ -149,7 +149,7 @@ def gpu_here() -> str:
 
 
 def limits_here() -> GpuArchitecture:
-    """Of the current GPU: from the table, or from the driver for one that is not in it."""
+    """Limits of the current GPU: from the table, or from the driver for one that is not in it."""
     if known := ARCHITECTURES.get(gpu_here()):
         return known
     properties: Any = torch.cuda.get_device_properties()

@@ -54,7 +54,7 @@ def reached(block, start, last, n_windows, L: tl.constexpr):
 @triton.jit
 def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s,
            N: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
-    """Of sorted entries: counted window, pair, the block's first key, if it lies across; how many up to each entry."""
+    """Sorted entries: counted window, pair, the block's first key, if it lies across; how many up to each entry."""
     real = key != NONE
     window = key >> SHIFT
     query = chunk * CHUNK + ((key & ((1 << SHIFT) - 1)) >> BITS)

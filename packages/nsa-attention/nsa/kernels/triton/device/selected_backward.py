@@ -31,7 +31,7 @@ def delta_kernel(
     dout, out, dlse, delta, S, do_b, do_s, do_g, do_r,
     G: tl.constexpr, R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Of each query head, dout · out − dlse: what is taken from every score's gradient."""
+    """Compute dout · out − dlse of each query head: what is taken from every score's gradient."""
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
     do_at = group_at(b, g, do_b, do_g) + heads_at(query, head, do_s, do_r)
     flat = ((b * S + query) * G + g) * R + head

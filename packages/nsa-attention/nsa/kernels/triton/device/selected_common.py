@@ -78,7 +78,7 @@ def readers_of(pairs, begins, m, end, window, R: tl.constexpr, N: tl.constexpr, 
 @triton.jit
 def slots_of(idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s,
              G: tl.constexpr, N: tl.constexpr, L: tl.constexpr):  # fmt: skip
-    """Of each query's n-th block: where its two slots are, and which of them were written."""
+    """Where the two slots of each query's n-th block are, and which of them were written."""
     at = ((b * S + query) * G + g) * N + n
     block = tl.load(idx + at, mask=ok, other=-1)
     start = tl.load(origin + b * origin_b + query * origin_s, mask=ok, other=0).to(tl.int32)

@@ -215,11 +215,11 @@ def weigh(acc1, acc2, decay, e, v, v_at, ok, V: tl.constexpr, V1: tl.constexpr, 
 
 @triton.jit
 def divisor(total):
-    """Of a whole row: what its weighted values are divided by; 1 if it saw nothing."""
+    """Divisor of a whole row's weighted values; 1 if it saw nothing."""
     return tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit
 def log_sum(top, total):
-    """Of a whole row: its log-sum-exp in base 2; −inf if it saw nothing."""
+    """Log-sum-exp of a whole row in base 2; −inf if it saw nothing."""
     return tl.where(total == 0, float("-inf"), top + tl.log2(tl.where(total == 0, 1.0, total)))
