@@ -25,8 +25,9 @@ OPTION = {
         "    blocks: SelectorBlocks = option(",
     ),
     "nsa/core/nsa_attention.py": (
-        "        self.selector_blocks = c.selector.blocks\n",
-        "        self.selector_blocks, self.pages = c.selector.blocks, -(-c.n_heads // c.selector.heads_per_page)\n",
+        "        self.rope_compressed = c.compression.rotated\n",
+        "        self.rope_compressed = c.compression.rotated\n"
+        "        self.pages = -(-c.n_heads // c.selector.heads_per_page)\n",
     ),
 }
 USE_OF_THE_OPTION = """
@@ -67,7 +68,7 @@ from nsa_train.train.engine.mixer import NSAMixerConfig
 run = RunConfig.model_validate({"nsa": {"max_heads_per_page": 3}})
 mixer = NSAMixerConfig.of_run(run)
 assert NSAMixerConfig.from_dict(mixer.as_config_dict()) == mixer
-assert mixer.build(768, layer_idx=0, n_layers=1, init_device="meta").pages == 4
+assert mixer.build(768, layer_idx=0, n_layers=1, init_device="meta").layer.pages == 4
 """
 PHI = {
     "nsa/core/pooling.py": (

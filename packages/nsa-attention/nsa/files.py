@@ -170,8 +170,8 @@ def temporary_cache_folder(name: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"nsa-{name}-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+    status = folder.lstat()
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
         return folder
     return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))
 
@@ -182,11 +182,11 @@ def temporary_cache_folder(name: str) -> Path:
 @contextmanager
 def scratch_folder(near: Path) -> Iterator[Path]:
     """A temporary folder on the same disk: in `near`, or in its nearest existing parent."""
-    made = Path(tempfile.mkdtemp(prefix=_scratch_prefix(os.getpid()), dir=_existing_parent(near)))
+    scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(os.getpid()), dir=_existing_parent(near)))
     try:
-        yield made
+        yield scratch
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_scratch_of(pid: int, near: Path) -> None:
@@ -257,11 +257,11 @@ def _full_place(error: OSError, run_folder: Path) -> Path:
 
 def _is_full(place: Path) -> bool:
     try:
-        found = os.statvfs(place)
+        space = os.statvfs(place)
     except OSError:
         return False
-    no_inodes_left = found.f_files > 0 and found.f_favail == 0
-    return found.f_bavail * found.f_frsize < _ROOM_BYTES or no_inodes_left
+    no_inodes_left = space.f_files > 0 and space.f_favail == 0
+    return space.f_bavail * space.f_frsize < _ROOM_BYTES or no_inodes_left
 
 
 def hash_of_files(files: Iterable[Path], folder: Path) -> str:

@@ -25,10 +25,10 @@ def variable_of(branch: str) -> str:
 
 def requested_backends(branches: Iterable[str]) -> dict[str, RequestedBackend]:
     """By branch, as the environment of this process requests them now; a variable that is empty counts as unset."""
-    found = {}
+    requests = {}
     for branch in branches:
         for variable in (variable_of(branch), ALL_BRANCHES):
             if name := os.environ.get(variable, "").strip():
-                found[branch] = RequestedBackend(name, variable)
+                requests[branch] = RequestedBackend(name, variable)
                 break
-    return found
+    return requests

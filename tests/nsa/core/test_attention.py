@@ -20,7 +20,7 @@ N = 90
 def dense(module: NSAAttention, branch: int, x_BSD: torch.Tensor) -> torch.Tensor:
     """Plain causal attention over one branch's keys and values, by PyTorch's own kernel."""
     tables = module.rotary.tables(torch.arange(x_BSD.shape[1]).expand(x_BSD.shape[0], -1))
-    groups, heads = module.n_kv_groups, module.shape.heads_per_group
+    groups, heads = module.n_kv_groups, module.strategy.shape.heads_per_group
     q = rotate(module.w_q(x_BSD).unflatten(-1, (module.n_heads, module.d_k)), tables)
     k = rotate(module.w_k(x_BSD).unflatten(-1, (groups, 3, module.d_k))[..., branch, :], tables)
     v = module.w_v(x_BSD).unflatten(-1, (groups, 3, module.d_v))[..., branch, :]
@@ -140,14 +140,14 @@ def test_heads_of_a_group_share_their_blocks_and_groups_do_not():
     torch.manual_seed(0)
     module = NSAAttention(**attention_args("tiny", (6, 2)))
     chosen = []
-    run = module.attend
+    run = module.strategy.attend
 
     def spy(*args):
         out = run(*args)
         chosen.append(out[1])
         return out
 
-    module.attend = spy
+    module.strategy.attend = spy
     module(torch.randn(1, N, 24))
     assert chosen[0].shape == (1, N, 2, 4)  # one list per group, not per head
     assert (chosen[0][:, :, 0] != chosen[0][:, :, 1]).any()

@@ -5,7 +5,6 @@ import torch
 from torch.library import opcheck
 
 from nsa.core import block_mass_loss as module_under_test
-from nsa.core.merged_attention import MergedAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
@@ -16,17 +15,17 @@ from tests.shapes import attention_args
 
 CU_DOC_LENS = [0, 37, 41, 150, 200]
 CASES = [
-    ("tiny", NSAAttention, dict(kv="per_branch")), ("tiny", NSAAttention, dict(kv="shared", phi="softmax")),
-    ("tiny", MergedAttention, dict(phi="softmax")), ("tiny", MergedAttention, dict(phi="weighted", qk_norm=True)),
-    ("long_blocks", MergedAttention, dict(phi="linear")), ("no_overlap", MergedAttention, dict(phi="linear")),
-    ("tiny", MergedAttention, dict(phi="softmax", coarse_block=4, n_coarse=4)),
+    ("tiny", "nsa", dict(kv="per_branch")), ("tiny", "nsa", dict(kv="shared", phi="softmax")),
+    ("tiny", "merged", dict(phi="softmax")), ("tiny", "merged", dict(phi="weighted", qk_norm=True)),
+    ("long_blocks", "merged", dict(phi="linear")), ("no_overlap", "merged", dict(phi="linear")),
+    ("tiny", "merged", dict(phi="softmax", coarse_block=4, n_coarse=4)),
 ]  # fmt: skip
 
 
-def layer_of(kind=MergedAttention, shape="tiny", seed=0, backend="portable", **options) -> NSAAttention:
+def layer_of(kind="merged", shape="tiny", seed=0, backend="portable", **options) -> NSAAttention:
     torch.manual_seed(seed)
     chosen = {"selector_loss": 1.0, "selector_loss_share": 0.25, "selector_blocks": "all", **options}
-    layer = kind(**attention_args(shape, **chosen), kernels=BackendRequest(*[backend] * 4)).double()
+    layer = NSAAttention(**attention_args(shape, **chosen), kind=kind, kernels=BackendRequest(*[backend] * 4)).double()
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.normal_(std=0.15 if name.startswith("phi") else 0.4)
@@ -46,7 +45,7 @@ def divergence(layer: NSAAttention, x_BSD: torch.Tensor, cu_doc_lens=None) -> tu
     with torch.set_grad_enabled(layer.kv == "per_branch"):
         k_raw = layer.project(x_BSD, where.tables)[1].k_cmp
     k_cmp = layer._compress_keys(k_raw, where.layout.begin_BC, where.layout.block_pos_BC, where.tables)
-    reach = g.w if isinstance(layer, MergedAttention) else 0
+    reach = g.w if layer.kind == "merged" else 0
     terms = []
     for b in range(len(x_BSD)):
         for s in where.sample.queries_Q.tolist():
@@ -115,7 +114,7 @@ def test_every_block_counts_not_only_the_chosen():
     x = torch.randn(1, 200, layer.dim, dtype=torch.float64)
     seen = {}
     for blocks in SELECTOR_BLOCKS:
-        layer.selector_blocks = blocks
+        layer.strategy.selection.loss_blocks = blocks
         seen[blocks] = loss_of(layer, x)
     assert seen["chosen"] != seen["all"]
 

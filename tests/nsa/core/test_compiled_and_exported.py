@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa import NSATransformer
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.shapes import GEOMETRIES, attention_args
 
@@ -21,7 +21,7 @@ def compiled(module):
 )
 def test_decoding_compiles_from_the_first_token_on(kind, pages):
     torch.manual_seed(0)
-    module = LAYER_CLASSES[kind](**attention_args("tiny", kv="shared", kernels="portable"))
+    module = NSAAttention(**attention_args("tiny", kv="shared", kernels="portable"), kind=kind)
     caches = [module.new_cache(2, 30, pages=pages) for _ in range(2)]
     run = compiled(module)
     for _ in range(12):  # more than a page of 8 tokens
@@ -32,7 +32,7 @@ def test_decoding_compiles_from_the_first_token_on(kind, pages):
 
 
 def test_a_compiled_step_writes_to_no_page_that_rows_share():
-    module = LAYER_CLASSES["nsa"](**attention_args("tiny", kv="shared", kernels="portable"))
+    module = NSAAttention(**attention_args("tiny", kv="shared", kernels="portable"))
     first, tokens = torch.randn(2, 11, module.dim), torch.randn(9, 2, 1, module.dim)
     outputs = []
     run = compiled(module)
@@ -46,7 +46,7 @@ def test_a_compiled_step_writes_to_no_page_that_rows_share():
 
 
 def test_a_compiled_step_refuses_an_empty_pool():
-    module = LAYER_CLASSES["nsa"](**attention_args("tiny", kv="shared", kernels="portable"))
+    module = NSAAttention(**attention_args("tiny", kv="shared", kernels="portable"))
     cache, run = module.new_cache(2, 30, pages=1), compiled(module)
     with pytest.raises(ConfigError, match="pages"):
         run(torch.randn(2, 1, module.dim), cache=cache)
@@ -68,7 +68,7 @@ def exported(module, example, name):
 def test_a_layer_is_exported_with_a_dynamic_length(kind, geometry, phi):
     """From 2 l + d tokens on: fewer have no two compressed blocks that share no token, which is another graph."""
     torch.manual_seed(0)
-    module = LAYER_CLASSES[kind](**attention_args(geometry, kv="shared", phi=phi))
+    module = NSAAttention(**attention_args(geometry, kv="shared", phi=phi), kind=kind)
     shortest = 2 * GEOMETRIES[geometry]["l"] + GEOMETRIES[geometry]["d"]
     graph = exported(module, torch.randn(2, shortest + 30, module.dim), "x_BSD")
     for length in (shortest, shortest + 16, shortest + 57):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from nsa.core.init import init_weights
-from nsa.core.layer_kinds import GlobalAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
@@ -81,5 +80,5 @@ def test_a_sliding_gate_that_starts_nowhere_is_refused(given):
 
 
 def test_a_layer_without_a_window_has_no_gate_for_it():
-    layer = GlobalAttention(**attention_args("tiny", sliding_gate_init=-3.0))
+    layer = NSAAttention(**attention_args("tiny", sliding_gate_init=-3.0), kind="global")
     assert not layer.gates.proj.bias.any()

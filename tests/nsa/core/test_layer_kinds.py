@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from nsa.core import layer_kinds
-from nsa.core.layer_kinds import LAYER_CLASSES, DenseAttention, GlobalAttention, WindowAttention, layer_of_kind
+from nsa.core.layer_kinds import LAYER_KINDS
+from nsa.core.layer_of_kind import layer_of_kind, layer_parameters
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
+from nsa.options import ATTENTION_KINDS
 from tests.covering_cases import each_pair
 
 SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=16, n_sel=4, w=24)
@@ -27,7 +29,7 @@ OPTIONS = {
 
 def layer(kind, dtype=torch.float64, **changes):
     torch.manual_seed(1)
-    made = LAYER_CLASSES[kind](DIM, **{**SIZES, **changes}).to(dtype)
+    made = NSAAttention(DIM, **{**SIZES, **changes}, kind=kind).to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -96,14 +98,14 @@ def test_global_is_nsa_without_the_gate_of_its_window(options):
         whole.gates.proj.weight.unflatten(0, (-1, 3))[:, 2] = 0
         whole.gates.proj.bias.view(-1, 3)[:, 2] = -1e9
     part = layer_of_kind("global", whole)
-    assert type(part) is GlobalAttention
+    assert (part.kind, part.branches) == ("global", ("compressed", "selected"))
     got, want = part(x), whole(x)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
     names = [name for name, _ in part.named_parameters()]
     mine = dict(zip(["x", *names], gradients(part, got, x), strict=True))
     of_whole = dict(zip(["x", *(n for n, _ in whole.named_parameters())], gradients(whole, want, x), strict=True))
     torch.testing.assert_close(mine["x"], of_whole["x"], atol=1e-10, rtol=1e-10)
-    theirs = layer_kinds.layer_parameters(part, of_whole)
+    theirs = layer_parameters(part, of_whole)
     for name in names:
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-9, rtol=1e-9)
 
@@ -265,5 +267,6 @@ def test_compiles_without_graph_breaks(kind, packed, through_pytorch, monkeypatc
     torch.testing.assert_close(mine.grad, theirs.grad, atol=1e-4, rtol=1e-4)
 
 
-def test_all_kinds_are_nsa_attention_to_code_that_looks_for_layers():
-    assert {DenseAttention.kind, WindowAttention.kind, GlobalAttention.kind, NSAAttention.kind} == {"nsa", *KINDS}
+def test_every_kind_that_can_be_asked_for_has_a_strategy():
+    assert tuple(LAYER_KINDS) == ATTENTION_KINDS
+    assert not NSAAttention.__subclasses__()  # kinds differ by their strategy alone

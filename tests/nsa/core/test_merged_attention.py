@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.core.layer_kinds import LAYER_CLASSES, layer_of_kind
-from nsa.core.merged_attention import MergedAttention, merge
+from nsa.core.layer_kinds import merge
+from nsa.core.layer_of_kind import layer_of_kind
+from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.core.selection_quality import SelectionProbe
 from nsa.errors import ConfigError
@@ -26,9 +27,9 @@ SIZES = dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=6, l=8, d=4, l_sel=8, n_sel=4,
 COVERED = 4 * 8 + 12
 
 
-def layer(dtype=torch.float64, seed=1, **changes) -> MergedAttention:
+def layer(dtype=torch.float64, seed=1, **changes) -> NSAAttention:
     torch.manual_seed(seed)
-    made = MergedAttention(DIM, **{**SIZES, **changes}).to(dtype)
+    made = NSAAttention(DIM, **{**SIZES, **changes}, kind="merged").to(dtype)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -132,13 +133,6 @@ def test_cached_rows_of_different_lengths_reordered_cropped_and_grown():
     torch.testing.assert_close(got, module(x[:1])[:, 70:], atol=1e-10, rtol=1e-10)
 
 
-class _WithoutDecoder(MergedAttention):
-    """Decodes through the functions of the branches."""
-
-    def _decoder_maker(self, run):
-        return None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rows", "changes"),
@@ -149,11 +143,10 @@ class _WithoutDecoder(MergedAttention):
         (2, dict(l=24, d=4, l_sel=8, n_sel=5, w=7, phi="avg")),
     ],
 )
-def test_the_fused_decoder_gives_what_the_four_functions_give(rows, changes, dtype):
+def test_the_fused_decoder_gives_what_the_four_functions_give(rows, changes, dtype, monkeypatch):
     torch.manual_seed(0)
-    fused, plain = (
-        cls(DIM, **{**SIZES, **changes}, init_std=0.3).to(dtype) for cls in (MergedAttention, _WithoutDecoder)
-    )
+    fused, plain = (NSAAttention(DIM, **{**SIZES, **changes}, kind="merged", init_std=0.3).to(dtype) for _ in range(2))
+    monkeypatch.setattr(plain.strategy, "decoder_maker", lambda run: None)
     plain.load_state_dict(fused.state_dict())
     capacity = 5 * fused.geometry.w + 12 * 8 * rows
     caches = [each.new_cache(rows, capacity) for each in (fused, plain)]
@@ -283,7 +276,7 @@ def test_parameters():
     }  # fmt: skip
     assert (module.w_k.out_features, module.w_v.out_features) == (2 * 8, 2 * 6)
     assert module.gates is None
-    whole = LAYER_CLASSES["nsa"](DIM, **SIZES, kv="per_branch", phi="mlp")
+    whole = NSAAttention(DIM, **SIZES, kv="per_branch", phi="mlp")
     made = layer_of_kind("merged", whole)
     assert torch.equal(made.w_k.weight.view(2, 8, DIM), whole.w_k.weight.view(2, 3, 8, DIM)[:, 1])
     assert torch.equal(made.phi_k.w_in, whole.phi_k.w_in)
@@ -295,7 +288,7 @@ def test_the_cache_holds_no_compressed_values():
     pages = cache.page_table.n_stored
     assert cache.n_bytes() == 4 * 2 * pages * (8 * (8 + 6) + 2 * 8)
     with pytest.raises(ConfigError, match="new_cache"):
-        LAYER_CLASSES["nsa"](DIM, **SIZES, kv="shared", phi="avg")(inputs(1, 4, torch.float32), cache=cache)
+        NSAAttention(DIM, **SIZES, kv="shared", phi="avg")(inputs(1, 4, torch.float32), cache=cache)
 
 
 def test_flops_and_probes_count_the_keys_that_are_read():

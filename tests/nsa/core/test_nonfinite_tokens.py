@@ -6,7 +6,7 @@ Triton multiplies hidden values by a weight of 0, whatever they hold: docs/ARCHI
 import pytest
 import torch
 
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from tests.attention_options import PHIS
 from tests.backends import RUN_HERE as ALL_BACKENDS
 from tests.shapes import attention_args
@@ -20,7 +20,7 @@ CASES = [(kind, "softmax") for kind in KINDS] + [("nsa", phi) for phi in PHIS if
 def layer(kind, backend, phi="softmax"):
     torch.manual_seed(0)
     args = attention_args("tiny", (6, 2), kernels=backend, phi=phi, **KINDS[kind])
-    return LAYER_CLASSES[kind.split()[0]](**args)
+    return NSAAttention(**args, kind=kind.split()[0])
 
 
 def tokens(batch, length):

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.nsa_attention import NSAAttention
 from tests import oracle
 from tests.attention_options import GATES, GATES_PER, KV_PROJECTIONS, PHIS, PHIS_OF_UNROTATED_KEYS, PHIS_WITH_POS_EMB
@@ -86,7 +85,7 @@ class Case:
     def module_and_rows(self) -> tuple[NSAAttention, list[Tensor]]:
         """The layer, and the tokens of each row or document [S, D]."""
         torch.manual_seed(self.number)
-        module = LAYER_CLASSES[self.kind](**self.arguments, kernels=self.backend).double().eval()  # type: ignore[arg-type]
+        module = NSAAttention(**self.arguments, kernels=self.backend, kind=self.kind).double().eval()  # type: ignore[arg-type]
         rows = [torch.randn(length, module.dim, dtype=torch.float64) for length in self.lengths]
         with torch.no_grad():
             for name, parameter in module.named_parameters():

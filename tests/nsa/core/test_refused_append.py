@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.core.cache_slots import PagedSlots
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError, KernelUnavailable, NSAError
 from tests.backends import RUN_HERE
 from tests.shapes import attention_args
@@ -18,7 +18,7 @@ KINDS = {"nsa": {}, "nsa in two levels": dict(coarse_block=4, n_coarse=3), "merg
 def module_of(kind, kv, backend):
     torch.manual_seed(0)
     args = attention_args("tiny", (6, 2), dim=DIM, kv=kv, kernels=backend, **KINDS[kind])
-    return LAYER_CLASSES[kind.split()[0]](**args).requires_grad_(False)
+    return NSAAttention(**args, kind=kind.split()[0]).requires_grad_(False)
 
 
 def state(cache):

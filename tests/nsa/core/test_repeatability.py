@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nsa import NSATransformer
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BackendRequest
 from tests.backends import RUN_HERE
 from tests.covering_cases import each_pair
@@ -35,7 +35,7 @@ def threads_of_torch(threads: int) -> Iterator[None]:
 def gradients(kind: str, backend: str, loss: float, blocks: str, length: int) -> bytes:
     torch.manual_seed(0)
     options = dict(selector_loss=loss, selector_loss_share=0.25, selector_blocks=blocks)
-    layer = LAYER_CLASSES[kind](**SIZES, **options, kernels=BackendRequest(*[backend] * 4))
+    layer = NSAAttention(**SIZES, **options, kernels=BackendRequest(*[backend] * 4), kind=kind)
     x = torch.randn(1, length, layer.dim, requires_grad=True)
     layer(x).square().sum().backward()
     return in_bytes([x, *layer.parameters()])

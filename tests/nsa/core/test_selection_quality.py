@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from nsa.core.branches import BranchKeys
-from nsa.core.layer_kinds import LAYER_CLASSES
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.selection_quality import SelectionProbe, block_mass, chance_of_block
@@ -106,7 +105,7 @@ def test_chance_of_a_block_is_that_of_a_random_choice_among_the_free_ones():
 def test_the_whole_mass_is_divided_among_window_blocks_and_what_is_not_read(kind, packed):
     """Against loops over queries, groups and keys, from the layer's own projections."""
     torch.manual_seed(0)
-    layer = LAYER_CLASSES[kind](32, 4, 2, 8, 8, l=4, d=2, l_sel=4, n_sel=5, w=8, kv="shared").eval()
+    layer = NSAAttention(32, 4, 2, 8, 8, l=4, d=2, l_sel=4, n_sel=5, w=8, kv="shared", kind=kind).eval()
     x, ends = torch.randn(1, 96, 32) * 3, [0, 20, 96] if packed else [0, 96]
     with torch.no_grad(), probing(layer, lambda: SelectionProbe(every=16, keep=range(96))) as probes:
         layer(x, cu_doc_lens=ends if packed else None)

@@ -149,7 +149,7 @@ def test_equal_masses_cost_nothing_and_short_rows_have_no_loss():
 @pytest.mark.parametrize("off", ["weight", "eval", "no_grad", "cache", "padding"])
 def test_no_loss_where_nothing_is_trained(off, monkeypatch):
     layer = layer_of(selector_loss=0.0 if off == "weight" else 1.0)
-    monkeypatch.setattr("nsa.core.nsa_attention.selector_loss", lambda *a, **b: pytest.fail("computed"))
+    monkeypatch.setattr("nsa.core.block_selection.selector_loss", lambda *a, **b: pytest.fail("computed"))
     x = torch.randn(1, 60, layer.dim, dtype=torch.float64)
     if off == "eval":
         layer.eval()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.model.transformer import NSATransformer
 from tests.attention_options import GATES_PER
@@ -15,7 +15,7 @@ COVERED, DIM = 4 * 8, 24
 
 def layer(kind="nsa", gate="tanh", dtype=torch.float32, **changes):
     torch.manual_seed(1)
-    return LAYER_CLASSES[kind](DIM, **SIZES, gate=gate, **{"kv": "shared", **changes}, init_std=0.3).to(dtype)
+    return NSAAttention(DIM, **SIZES, gate=gate, **{"kv": "shared", **changes}, init_std=0.3, kind=kind).to(dtype)
 
 
 def inputs(length=COVERED, dtype=torch.float32):

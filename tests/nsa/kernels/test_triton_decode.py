@@ -318,10 +318,9 @@ def test_a_merged_step_is_one_softmax_over_blocks_before_the_window_and_the_wind
 
 @interpreted
 def test_a_merged_layer_decodes_through_it_from_its_cache():
-    from nsa.core.merged_attention import MergedAttention
 
     args = {name: value for name, value in attention_args("tiny", (3, 1)).items() if name != "kv"}
-    module = MergedAttention(**args, kernels=BackendRequest(*["triton"] * 4))
+    module = NSAAttention(**args, kind="merged", kernels=BackendRequest(*["triton"] * 4))
     x = torch.randn(2, 60, args["dim"])
     cache = module.new_cache(2, 60)
     parts = [module(x[:, :55], cache=cache), *(module(one, cache=cache) for one in x[:, 55:].split(1, 1))]

@@ -60,9 +60,9 @@ def peak_above_inputs_mib(
         del warm
         gc.collect()
         before = _reset_peak_mib(device)
-        kept = runner.forward_backward()
+        results = runner.forward_backward()
         peak = _peak_mib(device)
-        del kept
+        del results
     return peak - before
 
 

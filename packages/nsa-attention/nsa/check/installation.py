@@ -70,9 +70,9 @@ def _verdict(
     verify = BACKENDS["triton"].verify
     if verify is None or all(choice.requested for choice in choices):
         return "not needed: every branch was requested by name"
-    if reason := BACKENDS["triton"].why_not("selected", device, dtype, attention.shape):
+    if reason := BACKENDS["triton"].why_not("selected", device, dtype, attention.strategy.shape):
         return f"not possible: {reason}"
-    verdict = verify(device, dtype, attention.shape)  # known by now
+    verdict = verify(device, dtype, attention.strategy.shape)  # known by now
     if not verdict.checked:
         return f"not done: {verdict.reason}"
     record = f", record in {verdict.evidence}" if verdict.evidence else ", no record could be kept"
@@ -91,7 +91,7 @@ def _rows(
             if backend.name == choice.backend:
                 why = f"requested by {by.variable}" if by is not None and by.name == backend.name else choice.reason
                 yield choice.branch, backend.name, "chosen", why
-            elif reason := backend.why_not(choice.branch, device, dtype, attention.shape):
+            elif reason := backend.why_not(choice.branch, device, dtype, attention.strategy.shape):
                 yield choice.branch, backend.name, "cannot", reason
             else:
                 yield choice.branch, backend.name, "can", _why_not_chosen(backend.name, device, choice)

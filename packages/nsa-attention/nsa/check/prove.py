@@ -108,7 +108,7 @@ def _projected(module: NSAAttention, branch: str, x: Tensor) -> tuple[Tensor, Te
 
 def _dense(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch attention, [B, S, G, R, V]; its fused kernels need one width for keys and values."""
-    k, v = (y.repeat_interleave(module.shape.heads_per_group, 2) for y in (k, v))
+    k, v = (y.repeat_interleave(module.strategy.shape.heads_per_group, 2) for y in (k, v))
     width = max(module.d_k, module.d_v)
     q, k, v = (F.pad(y.transpose(1, 2), (0, width - y.shape[-1])) for y in (q.flatten(2, 3), k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=module.scale)[..., : module.d_v]

@@ -56,7 +56,7 @@ class _RowChunk(NamedTuple):
     weight_c: Tensor
 
     def log_mass(self, k_TGK: Tensor, n_blocks: int, g: Geometry) -> Tensor:
-        """Of dense attention, per block [c, G, J]; anything where the block is not complete."""
+        """Log of dense attention's mass per block [c, G, J]; anything where the block is not complete."""
         scores_cGRT = torch.einsum("cgrk,tgk->cgrt", self.q_cGRK, k_TGK)
         at_cT = torch.arange(len(k_TGK), device=k_TGK.device) - self.start_c[:, None]
         hidden_cT = (at_cT < 0) | (at_cT > self.pos_c[:, None])

@@ -1,25 +1,21 @@
-"""The three branches: their keys and values, the learned gates that weigh them, and the order of kernel calls.
+"""The three branches: their keys and values, what attending to them gives, and the learned gates that weigh them.
 
 B batch · S tokens · D model dim · G kv groups · R heads per group · X gates per group (R or 1) · K key dim
 V value dim · N chosen blocks · 3 branches
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nsa.core.attention_config import GateConfig
-from nsa.geometry import Geometry
-from nsa.kernels.reference import ScoreOptions
-from nsa.kernels.registry import KernelPlan
 
 BRANCH_ORDER = ("compressed", "selected", "sliding")
 ATTENTION_PARTS = ("select", *BRANCH_ORDER)
 """What NSA computes between projections, as FLOPs and times are counted."""
 DENSE_PART = "dense"
-"""The same of a layer that attends to all tokens."""
+"""What a layer that attends to all tokens computes there."""
 
 
 class BranchStreams(NamedTuple):
@@ -42,8 +38,12 @@ class BranchKeys(NamedTuple):
     start_BS: Tensor
 
 
+AttendedKeys = tuple[BranchKeys, BranchKeys, BranchKeys]
+"""Those of the compressed, the selected and the sliding branch. A layer without selection has the same three times."""
+
+
 class BranchesOutput(NamedTuple):
-    """Of `attend_branches`, in the kernels' layout."""
+    """Result of an `AttentionStrategy`, in the kernels' layout."""
 
     out: Tensor
     """[B, S, G, R, V]."""
@@ -54,55 +54,12 @@ class BranchesOutput(NamedTuple):
 
 
 class CompressedOutput(NamedTuple):
-    """Of the compressed branch and the selection."""
+    """Result of the compressed branch and the selection."""
 
     out: Tensor
     """[B, S, G, R, V]."""
     blocks: Tensor
     lse: Tensor
-
-
-AttendCompressed = Callable[[Tensor, BranchKeys], CompressedOutput]
-
-
-def attend_branches(
-    run: KernelPlan,
-    q_BSGRK: Tensor,
-    gates_BSGX3: Tensor,
-    compressed: BranchKeys,
-    selected: BranchKeys,
-    window: BranchKeys | None,
-    *,
-    geometry: Geometry,
-    scale: float,
-    blocks: Tensor | None = None,
-    attend_compressed: AttendCompressed | None = None,
-) -> BranchesOutput:
-    """The one sequence of kernel calls: compress-attend, select, attend to the selection and the window, mix.
-
-    `nsa_attention` and `NSAAttention` (with and without a cache) both end here. Without a window the first two branches
-    are mixed by their gates, and the window's log-sum-exp is missing. `attend_compressed` replaces the first two steps.
-    """
-    options: ScoreOptions = {"geometry": geometry, "scale": scale}
-    if attend_compressed is not None:
-        compressed_out, blocks, lse_cmp = attend_compressed(q_BSGRK, compressed)
-    elif blocks is None:
-        compressed_out, blocks, lse_cmp = run.compressed_and_select(q_BSGRK, *compressed, **options, return_lse=True)
-    else:
-        compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
-    k, v, pos, start = selected
-    selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, pos, start, **options, return_lse=True)
-    if window is None:
-        mixed = _mix_two(gates_BSGX3, compressed_out, selected_out)
-        return BranchesOutput(mixed, blocks, (lse_cmp, lse_sel))
-    sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
-    mixed = run.mix(gates_BSGX3, compressed_out, selected_out, sliding_out)
-    return BranchesOutput(mixed, blocks, (lse_cmp, lse_sel, lse_win))
-
-
-def _mix_two(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor) -> Tensor:
-    compressed_BSGX1, selected_BSGX1 = gates_BSGX3[..., 0, None], gates_BSGX3[..., 1, None]
-    return (compressed_BSGX1 * compressed_BSGRV + selected_BSGX1 * selected_BSGRV).to(compressed_BSGRV.dtype)
 
 
 GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradient from the first step

@@ -78,8 +78,8 @@ def checked_rows(method: str, rows: Sequence[int] | Tensor, cache: CacheSizes, c
 
 
 def lengths_per_row(length: int | Sequence[int] | Tensor, batch: int) -> list[int]:
-    given = length.tolist() if isinstance(length, Tensor) else length
-    rows = list(given) if isinstance(given, Sequence) else [given] * batch
+    lengths = length.tolist() if isinstance(length, Tensor) else length
+    rows = list(lengths) if isinstance(lengths, Sequence) else [lengths] * batch
     if len(rows) != batch or not all(isinstance(n, int) for n in rows):
         raise ConfigError(f"crop was given {length!r}: it needs a length, or one for each of {batch} rows.")
     return rows

@@ -91,7 +91,7 @@ class LayerStorage:
         return self.geometry.l_sel, self.geometry.l_sel // self.geometry.d
 
     def _compressed_widths(self) -> tuple[int, int]:
-        """Of a compressed key and value."""
+        """Widths of a compressed key and value."""
         return self.d_k, self.d_v
 
     def n_bytes(self) -> int:

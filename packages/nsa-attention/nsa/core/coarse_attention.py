@@ -37,8 +37,8 @@ def attend_coarse(
     out, lse = run.functions.selected(
         q_BSGRK, k_BCGK, v_BCGV, chosen_BSGn, entry_BS, first_BS, **options, return_lse=True
     )
-    given = [x.detach() for x in (q_BSGRK, k_BCGK, chosen_BSGn, pos_BS, first_BS)]
-    blocks = _select_among_read(*given, geometry.ints, coarse.ints, scale)
+    inputs = [x.detach() for x in (q_BSGRK, k_BCGK, chosen_BSGn, pos_BS, first_BS)]
+    blocks = _select_among_read(*inputs, geometry.ints, coarse.ints, scale)
     return CompressedOutput(out, blocks, lse)
 
 
@@ -97,10 +97,10 @@ def _select_in_chunks(
     n_groups, width = k_BCGK.shape[2:]
     k_CGK = k_BCGK.flatten(0, 1) if k_BCGK.shape[1] else k_BCGK.new_zeros(1, n_groups, width)  # read, and hidden
     size = max(1, budget(q_BSGRK) // max(1, n_groups * chosen_BSGn.shape[3] * coarse.entries * width))
-    given = [x.flatten(0, 1).split(size) for x in (q_BSGRK, chosen_BSGn.long(), pos_BS, first_BS)]
-    chunks = [_QueryChunk(*chunk) for chunk in zip(*given, strict=True)]
-    found = [_select_chunk(k_CGK, chunk, weight_mb, geometry, coarse, scale) for chunk in chunks]
-    return torch.cat(found).view(*chosen_BSGn.shape[:3], geometry.n_sel)
+    chunked = [x.flatten(0, 1).split(size) for x in (q_BSGRK, chosen_BSGn.long(), pos_BS, first_BS)]
+    chunks = [_QueryChunk(*chunk) for chunk in zip(*chunked, strict=True)]
+    blocks = [_select_chunk(k_CGK, chunk, weight_mb, geometry, coarse, scale) for chunk in chunks]
+    return torch.cat(blocks).view(*chosen_BSGn.shape[:3], geometry.n_sel)
 
 
 class _QueryChunk(NamedTuple):

@@ -3,6 +3,7 @@
 B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · x any axes
 """
 
+from collections.abc import Callable
 from typing import Self
 
 import torch
@@ -25,6 +26,8 @@ class BlockCompressor(nn.Module):
         super().__init__()
         self.phi, self.l, self.d, self.n_groups, self.width = phi, l, d, n_groups, width
         self.pos_emb = nn.Parameter(torch.empty(l, n_groups, width)) if pos_emb else None
+        self.own: Callable[[Tensor], Tensor] = _whole
+        """Gives the part of a parameter that belongs to the groups computed here; tensor parallelism sets it."""
         for name, parameter in self.operator.parameters(l, width).items():
             self.register_parameter(name, nn.Parameter(torch.empty(n_groups, *parameter.shape)))
 
@@ -53,10 +56,6 @@ class BlockCompressor(nn.Module):
             block_BClGX = block_BClGX + self.own(self.pos_emb).to(block_BClGX.dtype)
         return self.operator.pool(self, block_BClGX, raw_BTGX, begin_BC)
 
-    def own(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that belongs to the groups computed here: all of it, unless it is sharded."""
-        return parameter
-
     def weight(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         parameter = self.own(getattr(self, name))
         return parameter if dtype is None else parameter.to(dtype)
@@ -76,6 +75,10 @@ class BlockCompressor(nn.Module):
     def flops_per_block(self) -> int:
         """FLOPs of one block, all groups."""
         return self.n_groups * self.operator.flops(self.l, self.width)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter
 
 
 def mean_of_blocks(raw_BTGX: Tensor, begin_BC: Tensor, l: int, d: int) -> Tensor:

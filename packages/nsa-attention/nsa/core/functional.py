@@ -15,9 +15,11 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from nsa.core.branches import BRANCH_ORDER, BranchKeys, attend_branches
+from nsa.core.block_selection import CompressedScores
+from nsa.core.branches import BRANCH_ORDER, BranchKeys
 from nsa.core.compression import mean_of_blocks
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
+from nsa.core.three_branches import ThreeBranches
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.precision import require_one_dtype
@@ -95,22 +97,21 @@ def nsa_attention(
         assert v_cmp is not None
         raw_k, raw_v, *_ = batch.raw_keys("compressed", k_cmp, v_cmp)
         compressed = batch.means(raw_k), batch.means(raw_v)
-    found = attend_branches(
-        batch.plan(v_sel),
-        batch.q_BSGRK,
-        batch.gates(gates_BSH3),
+    strategy = ThreeBranches(batch.kernel_shape(v_sel), batch.kernels, CompressedScores(geometry, batch.scale))
+    gates = batch.gates(gates_BSH3)
+    keys = (
         batch.entries(*compressed),
         batch.raw_keys("selected", k_sel, v_sel),
         batch.raw_keys("sliding", k_win, v_win),
-        **batch.scoring,
-        blocks=None if blocks is None else batch.blocks(blocks),
     )
-    assert found.blocks is not None
-    out = batch.by_head(found.out)
+    given_blocks = None if blocks is None else batch.blocks(blocks)
+    output = strategy.attend(batch.plan(v_sel), batch.q_BSGRK, gates, keys, given_blocks)
+    assert output.blocks is not None
+    out = batch.by_head(output.out)
     if not return_lse and not return_blocks:
         return out
-    lse = BranchLse(*(batch.by_head(x) for x in found.lse)) if return_lse else None
-    return NSAOutput(out, lse, batch.by_row(found.blocks) if return_blocks else None)
+    lse = BranchLse(*(batch.by_head(x) for x in output.lse)) if return_lse else None
+    return NSAOutput(out, lse, batch.by_row(output.blocks) if return_blocks else None)
 
 
 def compressed_attention(
@@ -208,7 +209,7 @@ class _QueryBatch:
                 f"queries of a multiple of {max(1, self.n_groups)} heads."
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
-        self.kernels = kernels
+        self.kernels = backend_request(kernels)
         self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
         self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
@@ -217,10 +218,11 @@ class _QueryBatch:
     def scoring(self) -> ScoreOptions:
         return {"geometry": self.geometry, "scale": self.scale}
 
+    def kernel_shape(self, v: Tensor) -> KernelShape:
+        return KernelShape(self.n_groups, self.q_BSGRK.shape[3], self.d_k, v.shape[-1], self.geometry)
+
     def plan(self, v: Tensor) -> KernelPlan:
-        q = self.q_BSGRK
-        shape = KernelShape(self.n_groups, q.shape[3], self.d_k, v.shape[-1], self.geometry)
-        return plan(backend_request(self.kernels), q.device, q.dtype, shape)
+        return plan(self.kernels, self.q_BSGRK.device, self.q_BSGRK.dtype, self.kernel_shape(v))
 
     def rows(self, x: Tensor) -> Tensor:
         """The caller's [B, S, …] as the kernels take it: packed documents are one row."""
@@ -259,10 +261,10 @@ class _QueryBatch:
         """[B, S, G, R, 3], fp32 or wider."""
         n_heads = self.n_groups * self.q_BSGRK.shape[3]
         want = (*self.shape, n_heads, len(BRANCH_ORDER))
-        given = gates_BSH3.shape
-        if len(given) > 4 or any(a not in (b, 1) for a, b in zip(reversed(given), reversed(want), strict=False)):
+        shape = gates_BSH3.shape
+        if len(shape) > 4 or any(a not in (b, 1) for a, b in zip(reversed(shape), reversed(want), strict=False)):
             raise ConfigError(
-                f"gates have shape {list(given)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
+                f"gates have shape {list(shape)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
                 f"needed. Pass {list(want)} or what broadcasts to it."
             )
         if gates_BSH3.is_complex():
@@ -281,8 +283,8 @@ class _QueryBatch:
         if not blocks_BSGN.shape[3]:
             blocks_BSGN = blocks_BSGN.new_full((*want, 1), -1)
         none = torch.iinfo(torch.int32).max
-        given = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
-        sorted_ = given.masked_fill(given < 0, none).to(torch.int32).sort(-1).values
+        numbers = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
+        sorted_ = numbers.masked_fill(numbers < 0, none).to(torch.int32).sort(-1).values
         again = torch.nn.functional.pad(sorted_[..., 1:] == sorted_[..., :-1], (1, 0))
         sorted_ = sorted_.masked_fill(again, none).sort(-1).values
         return self.rows(sorted_.masked_fill(sorted_ == none, -1))

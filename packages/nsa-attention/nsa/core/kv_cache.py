@@ -215,12 +215,12 @@ class LayerCache(LayerStorage):
     def grown(self, max_len: int = 0, rewind: int = 0) -> "LayerCache":
         """A cache of the same tokens that holds at least `max_len` and whose `crop` reaches back at least `rewind`,
         though no further than this one's for the tokens it has."""
-        made = self._like(max_len=max(max_len, self.max_len), rewind=max(rewind, self.rewind))
+        cache = self._like(max_len=max(max_len, self.max_len), rewind=max(rewind, self.rewind))
         with self.exclusive:
-            made._take_over(self, range(self.batch))
+            cache._take_over(self, range(self.batch))
             rings = (
-                (self.shared[0], self.window, self._past_window, made.window, made._past_window),
-                (self.shared[1], self.tail, self._past_tail, made.tail, made._past_tail),
+                (self.shared[0], self.window, self._past_window, cache.window, cache._past_window),
+                (self.shared[1], self.tail, self._past_tail, cache.tail, cache._past_tail),
             )
             for in_pages, ring, past, new_ring, new_past in rings:
                 if not in_pages:
@@ -228,19 +228,19 @@ class LayerCache(LayerStorage):
                     if new_past is not None:
                         new_past.refill(past or ring, self.length_B)
             # Longer rings lack what was overwritten before, as if their rows had been longer by the difference.
-            if longer := made.rewind - self.rewind:
-                made._highest_B.copy_(torch.maximum(self._highest_B, self.length_B) + longer)
-        return made
+            if longer := cache.rewind - self.rewind:
+                cache._highest_B.copy_(torch.maximum(self._highest_B, self.length_B) + longer)
+        return cache
 
     def picked(self, rows: Sequence[int] | Tensor) -> "LayerCache":
         """A cache whose row i is this one's row rows[i]; a row may be taken several times."""
         index_B = checked_rows("picked", rows, self)
-        made = self._like(batch=len(index_B))
+        cache = self._like(batch=len(index_B))
         with self.exclusive:
-            for new, old in zip(made._all_slots(), self._all_slots(), strict=True):
+            for new, old in zip(cache._all_slots(), self._all_slots(), strict=True):
                 new.pick_rows(old, index_B)
-            made._take_over(self, index_B.tolist())
-        return made
+            cache._take_over(self, index_B.tolist())
+        return cache
 
     def _like(self, **changes: int) -> "LayerCache":
         """An empty cache of the same kind."""

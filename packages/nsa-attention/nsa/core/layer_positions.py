@@ -26,13 +26,13 @@ def locate_layers(
     if given.get("position_embeddings") is not None:
         _require_one_rotation(layers)
     first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, labels=labels, **given)
-    made = {layers[0].rotary.key: first}
+    positions = {layers[0].rotary.key: first}
     for layer in layers:
-        if layer.rotary.key in made:
+        if layer.rotary.key in positions:
             continue
         tables = layer.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **given).tables
-        made[layer.rotary.key] = first._replace(tables=tables)
-    return [made[layer.rotary.key] for layer in layers]
+        positions[layer.rotary.key] = first._replace(tables=tables)
+    return [positions[layer.rotary.key] for layer in layers]
 
 
 def _require_one_rotation(layers: Sequence[NSAAttention]) -> None:

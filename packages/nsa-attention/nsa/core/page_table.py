@@ -96,14 +96,14 @@ class PageTable:
 
     def release(self, row: int, length: int) -> None:
         """Return the pages past the row's first `length` tokens; a row keeps those reserved for it."""
-        mine, kept = self._rows[row], self._pages_of(length)
-        if self.reserved and all(self._users[page] == 1 for page in mine[kept:]):
+        mine, n_kept = self._rows[row], self._pages_of(length)
+        if self.reserved and all(self._users[page] == 1 for page in mine[n_kept:]):
             return
-        for page in mine[kept:]:
+        for page in mine[n_kept:]:
             self._drop(page)
-        if mine[kept:]:
-            self.table_BP[row, kept : len(mine)] = self._blank
-        del mine[kept:]
+        if mine[n_kept:]:
+            self.table_BP[row, n_kept : len(mine)] = self._blank
+        del mine[n_kept:]
 
     def release_all(self) -> None:
         if self.reserved:
@@ -189,15 +189,15 @@ class PageTable:
 
     def _missing(self, row: int, begin: int, end: int, left: dict[int, int]) -> list[int]:
         """Numbers of the pages that the row must be given to write the tokens from `begin` to `end`."""
-        mine, found = self._rows[row], []
+        mine, pages = self._rows[row], []
         for number in range(begin // self.page_tokens, self._pages_of(end)):
             if number < len(mine):
                 page = mine[number]
                 left[page] = left.get(page, self._users[page]) - 1
                 if not left[page]:  # nobody else uses it
                     continue
-            found.append(number)
-        return found
+            pages.append(number)
+        return pages
 
     def _drop(self, page: int) -> None:
         self._users[page] -= 1

@@ -5,16 +5,18 @@ B batch · S tokens · D model dim
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 
+from nsa.core.branches import AttendedKeys, BranchStreams
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.kv_cache import LayerCache
 from nsa.core.rope import RotaryEmbedding, Tables, given_tables
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
+from nsa.kernels.registry import KernelPlan
 
 
 class RowPadding:
@@ -72,6 +74,20 @@ class QuerySample:
     """Gradient of the model's loss, written when its backward pass begins."""
 
 
+class KeyExchange(Protocol):
+    """Brings a process the keys of a row that it shares with others. `layer`: an `NSAAttention`; `layout`: of this
+    process's tokens."""
+
+    def keys(self, layer: Any, new: BranchStreams, layout: DocumentLayout) -> AttendedKeys:
+        """What the branches of this process's queries attend over."""
+
+    def compressed_keys(self, layer: Any, k_BSGK: Tensor, layout: DocumentLayout) -> Tensor:
+        """All compressed keys of the row, of this process's raw keys."""
+
+    def plan(self, layer: Any, run: KernelPlan) -> KernelPlan:
+        """The layer's backends for keys that `keys` returned."""
+
+
 class Positions(NamedTuple):
     """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
 
@@ -79,19 +95,19 @@ class Positions(NamedTuple):
     """None with a cache, which has its own."""
     tables: Tables
     padding: RowPadding | None = None
-    """Of an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
+    """Made from an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
     sample: QuerySample | None = None
-    """Of the selector loss; None: there is no such loss in this pass."""
-    elsewhere: Any = None
-    """Where a row is divided among processes: what a subclass of `NSAAttention` needs to read the keys of the others.
-    `layout` and `tables` are then of this process's tokens, on the key axes of the whole row."""
+    """Sampled queries of the selector loss; None: there is no such loss in this pass."""
+    exchange: KeyExchange | None = None
+    """Where a row is divided among processes. `layout` and `tables` are then of this process's tokens, on the key axes
+    of the whole row."""
 
     def layout_for(self, x_BSD: Tensor, geometry: Geometry) -> DocumentLayout:
         """The layout, which must be of this input's tokens."""
         if self.layout is not None:
             batch, length = x_BSD.shape[:2]
             per_token, per_block = (batch, length), (batch, geometry.n_compressed(length))
-            if self.elsewhere is not None:
+            if self.exchange is not None:
                 per_block = batch, self.layout.begin_BC.shape[1]
             if [part.shape for part in self.layout] == [per_token] * 3 + [per_block] * 2:
                 return self.layout
@@ -110,7 +126,7 @@ class PositionOptions(TypedDict, total=False):
 
 
 class SequenceOptions(PositionOptions, total=False):
-    """And which tokens of a batch belong together; also arguments of the models around it."""
+    """`PositionOptions`, and which tokens of a batch belong together; also arguments of the models around it."""
 
     new_lens_B: Tensor | None
     cu_doc_lens: Tensor | Sequence[int] | None

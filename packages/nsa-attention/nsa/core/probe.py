@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.branches import BRANCH_ORDER, BranchKeys
+from nsa.core.model_layers import attention_layers
 from nsa.geometry import CoarseLevel, Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
@@ -55,15 +56,17 @@ class Probe:
         geometry: Geometry,
         scale: float,
         window_pos_BS: Tensor | None = None,
+        compressed: BranchKeys | None = None,
     ) -> None:
         """Called with the queries, the chosen blocks and the selected branch's keys; see `SelectionProbe`.
 
         `window_pos_BS`: the queries' own positions, where their window ends; None if the layer has no window.
+        `compressed`: the compressed branch's keys.
         """
 
     @torch.no_grad()
     def record_tokens(self, keys: BranchKeys, w: int) -> None:
-        """Of a layer without gates and selection, whose queries read the last w tokens of their document."""
+        """Record a layer without gates and selection, whose queries read the last w tokens of their document."""
         self.figures = {
             "reads_pred": (keys.pos_BS + 1).clamp(max=w).sum(),
             "reads_act_total": _sliding_reads(keys.pos_BS, keys.start_BS, keys.k.shape[1], w).sum(),
@@ -80,15 +83,15 @@ def probing(model: nn.Module, make: Callable[[], AnyProbe]) -> AbstractContextMa
 @contextmanager
 def probing(model: nn.Module, make: Callable[[], Any] = Probe) -> Iterator[dict[str, Any]]:
     """Attach a probe to every attention layer of a model for the duration of the block: {module name: probe}."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "probe")}
+    layers = attention_layers(model)
     probes = {name: make() for name in layers}
-    for name, module in layers.items():
-        module.probe = probes[name]
+    for name, layer in layers.items():
+        layer.probe = probes[name]
     try:
         yield probes
     finally:
-        for module in layers.values():
-            module.probe = None
+        for layer in layers.values():
+            layer.probe = None
 
 
 def count_reads(
@@ -158,7 +161,7 @@ def _predicted_reads(pos_BS: Tensor, g: Geometry, coarse: CoarseLevel | None) ->
 
 
 def _most_read(n: Tensor, g: Geometry) -> Tensor:
-    """Of n tokens or entries, those in the chosen blocks of the last one, which chooses all that it can."""
+    """Count the tokens or entries, of n, in the chosen blocks of the last one, which chooses all that it can."""
     whole_blocks = ((n - 1) // g.l_sel).clamp(max=g.n_sel - 1)
     return (whole_blocks * g.l_sel + (n - 1) % g.l_sel + 1).where(n > 0, 0)
 

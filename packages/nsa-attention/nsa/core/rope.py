@@ -67,15 +67,15 @@ class RotaryEmbedding:
 
     def _device_table(self, limit: int, device: torch.device) -> Tables:
         """[positions, F] in fp32 for at least `limit` positions."""
-        made = self._device_tables.get(device)
-        if made is None or made[0].shape[0] < limit:
+        table = self._device_tables.get(device)
+        if table is None or table[0].shape[0] < limit:
             with torch.inference_mode(False):  # what is kept must serve training too
                 pos_S = torch.arange(1 << (limit - 1).bit_length(), device="cpu")
                 cos, sin = self._computed(pos_S, torch.float32)
-                made = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
-            if type(made[0]) is Tensor:  # not the stand-ins of a tracer
-                self._device_tables[device] = made
-        return made
+                table = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
+            if type(table[0]) is Tensor:  # not the stand-ins of a tracer
+                self._device_tables[device] = table
+        return table
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position of each pair: [F], in the precision of the angles."""
@@ -154,7 +154,7 @@ def rotate(x_BSHK: Tensor, tables: Tables) -> Tensor:
 def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, rotary_dim: int) -> Tables:
     """Tables made elsewhere as [B, S, F]: the caller's may have 2 F columns (both halves alike) and no batch axis. A
     layer without RoPE ignores them."""
-    half, made = rotary_dim // 2, []
+    half, parts = rotary_dim // 2, []
     for name, x in zip(("cos", "sin"), cos_sin, strict=True):
         fits = x.dim() in (2, 3) and x.shape[-2] == length and (half == 0 or x.shape[-1] in (half, rotary_dim))
         if not fits:
@@ -165,8 +165,8 @@ def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, rotary_dim:
             )
         if x.dim() == 3 and x.shape[0] not in (1, batch):
             raise ConfigError(f"position_embeddings: {name} has {x.shape[0]} rows and the input {batch}. Pass as many.")
-        made.append(x[..., :half].expand(batch, length, half))
-    return made[0], made[1]
+        parts.append(x[..., :half].expand(batch, length, half))
+    return parts[0], parts[1]
 
 
 def _yarn_attention_factor(s: Mapping[str, Any]) -> float:

@@ -28,7 +28,7 @@ class SelectionCounts:
     queries: int = 0
     """Queries (of every group) that chose among more blocks than they could take."""
     hits: int = 0
-    """Of those, how many chose the block with the largest mass among the blocks that are not always chosen."""
+    """How many of them chose the block with the largest mass among the blocks that are not always chosen."""
     expected_hits: float = 0.0
     """How many would have by chance."""
     mass_caught: float = 0.0
@@ -68,14 +68,15 @@ class SelectionProbe(Probe):
         geometry: Geometry,
         scale: float,
         window_pos_BS: Tensor | None = None,
+        compressed: BranchKeys | None = None,
     ) -> None:
         self.chosen_BQGN = idx_BSGN[:, list(self.keep)]
         at_Q = torch.arange(self.every - 1, q_BSGRK.shape[1], self.every, device=q_BSGRK.device)
         own_BS = keys.pos_BS if window_pos_BS is None else window_pos_BS
         window = 0 if window_pos_BS is None else geometry.w
-        given = q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS, own_BS
+        per_query = q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS, own_BS
         for row in range(len(q_BSGRK)):
-            q, idx, pos, start, own = (x[row].index_select(0, at_Q) for x in given)
+            q, idx, pos, start, own = (x[row].index_select(0, at_Q) for x in per_query)
             can_miss_Q = _free_blocks(pos, geometry) > geometry.n_sel - FORCED_BLOCKS
             if can_miss_Q.any():
                 q, idx, pos, start, own = (x[can_miss_Q] for x in (q, idx, pos, start, own))
@@ -150,7 +151,7 @@ def block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_
 
 
 def token_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, scale: float) -> Tensor:
-    """The same of each key [Q, G, T]; 0 outside the query's document and after pos_Q."""
+    """Mass of each key [Q, G, T]; 0 outside the query's document and after pos_Q."""
     wide = torch.promote_types(q_QGRK.dtype, torch.float32)
     place_QT = _places(k_TGK, start_Q)
     seen_QT = (place_QT >= 0) & (place_QT <= pos_Q[:, None])

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from nsa.core.block_divergence import DivergenceSums, SelectorLossFunction, fake_results, register_gradient
 from nsa.core.branches import BranchesOutput, BranchKeys
 from nsa.core.keys_at_places import add_rows, keys_at, row_numbers
+from nsa.core.model_layers import attention_layers
 from nsa.core.positions import Positions, QuerySample
 from nsa.geometry import Geometry
 from nsa.kernels.custom_operator import custom_operator
@@ -136,7 +137,7 @@ def with_sampled_queries(where: Positions, layer: Any, x_BSD: Tensor, labels: Lo
 
 def selector_layers(model: nn.Module) -> list[Any]:
     """The layers of a model that have a selector loss."""
-    return [module for module in model.modules() if getattr(module, "selector_loss", 0)]
+    return [layer for layer in attention_layers(model).values() if layer.selector_loss]
 
 
 def average_over_layers(model: nn.Module) -> None:
@@ -249,7 +250,7 @@ class _Chunk(NamedTuple):
     weight_c: Tensor
 
     def log_mass_read(self, k_sel_TGK: Tensor, geometry: Geometry) -> Tensor:
-        """Of the selected branch, per chosen block [c, G, N]; anything where the block is not complete."""
+        """Log of the selected branch's mass per chosen block [c, G, N]; anything where the block is not complete."""
         token_t = torch.arange(geometry.l_sel, device=self.pos_c.device)
         at_cGNt = self.start_c[:, None, None, None] + self.blocks_cGN[..., None] * geometry.l_sel + token_t
         scores_cGRNt = self._scores(keys_at(k_sel_TGK, at_cGNt), self.lse_sel_cGR)

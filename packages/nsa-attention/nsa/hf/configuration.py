@@ -108,7 +108,7 @@ class NSAConfig(_OptionFields):
         """Transformers' list of layer types is closed; `nsa.hf.cache` registers ours."""
 
     def validate_architecture(self) -> None:
-        """The same rules as for the settings of a run."""
+        """Check the rules that the settings of a run have."""
         require_rules(
             BrokenRule((name,), f"{name} ({getattr(self, name)}) must be at least 1.")
             for name in _COUNTS

@@ -180,7 +180,7 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
                 "Leave past_key_values out, or compute the loss under torch.no_grad()."
             )
         loss_labels = None if labels is None else _loss_labels(labels, self.config.vocab_size, **kwargs)
-        made = self.model(
+        output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -190,15 +190,15 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
             loss_labels=loss_labels,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        with nullcontext() if made.past_key_values is None else torch.no_grad():
-            logits = self.lm_head(made.last_hidden_state[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        with nullcontext() if output.past_key_values is None else torch.no_grad():
+            logits = self.lm_head(output.last_hidden_state[:, positions])
         loss = None
         if loss_labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
             loss = loss_labels.follow(loss)
         return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=made.past_key_values, hidden_states=made.hidden_states
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )
 
     def _prepare_cache_for_generation(

@@ -29,11 +29,11 @@ def from_transformers(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def _renamed(tensors: Mapping[str, T], renames: Iterable[tuple[str, str]]) -> dict[str, T]:
-    found = {}
+    exported = {}
     for name, value in tensors.items():
         new = next((f"{there}{name.removeprefix(here)}" for here, there in renames if name.startswith(here)), None)
         if new is None:
             known = ", ".join(f"{here}*" for here, _ in renames)
             raise CheckpointError(f"{name!r} is not a parameter of this model: its names are {known}.")
-        found[new] = value
-    return found
+        exported[new] = value
+    return exported

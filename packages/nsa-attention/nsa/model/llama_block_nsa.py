@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import ForwardOptions
 from nsa.geometry import default_ffn_dim
 from nsa.kernels.registry import RequestedKernels
@@ -55,7 +55,7 @@ class LlamaBlockNSA(nn.Module):
         dim = config.dim
         self.post_norm = post_norm
         self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attention = LAYER_CLASSES[kind](config, kernels=kernels)
+        self.attention = NSAAttention(config, kind=kind, kernels=kernels)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim), ffn_bias)
         init_weights(self, std=config.init_std)

@@ -53,7 +53,7 @@ class ScoreSums(NamedTuple):
     """Sums over the tokens that have a label, as scalar tensors; no gradient."""
 
     nats: Tensor
-    """Of their cross-entropies."""
+    """Sum of their cross-entropies."""
     tokens: Tensor
     """How many there are."""
     hits: Tensor
@@ -75,7 +75,7 @@ def linear_cross_entropy(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, redu
 
 @torch.no_grad()
 def linear_token_scores(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> TokenScores:
-    """The same cross-entropy of every token [N], and whether its label has the largest of the logits x·Wᵀ."""
+    """Return the cross-entropy of every token [N], and whether its label has the largest of the logits x·Wᵀ."""
     return TokenScores(*_linear_token_scores(*_autocast(x_ND, weight_VD), labels_N))
 
 

@@ -15,13 +15,13 @@ def trainable_names(names: Iterable[str], patterns: Sequence[str]) -> frozenset[
     """The names that match a pattern; raises ConfigError if one of the patterns matches none."""
     names = list(names)
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
-    if unmatched := [pattern for pattern, found in matches.items() if not found]:
+    if unmatched := [pattern for pattern, names_of_pattern in matches.items() if not names_of_pattern]:
         examples = ", ".join([*names[:_EXAMPLES], "…", *names[-_EXAMPLES:]])
         raise ConfigError(
             f"train.trainable ({', '.join(patterns)}) must name parameters of the model: {', '.join(unmatched)} "
             f"matches none of its {len(names)} ({examples}). Correct the pattern, or leave it out."
         )
-    return frozenset(name for found in matches.values() for name in found)
+    return frozenset(name for names_of_pattern in matches.values() for name in names_of_pattern)
 
 
 def freeze_others(model: nn.Module, patterns: Sequence[str]) -> None:

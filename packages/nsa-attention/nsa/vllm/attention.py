@@ -1,4 +1,4 @@
-"""`PagedAttention`: `NSAAttention` over vLLM's pages, for the tokens of many requests at once.
+"""`PagedAttention`: an `NSAAttention` over vLLM's pages, for the tokens of many requests at once.
 
 N tokens of a step · B decoding requests · S tokens of a chunk · G kv groups · R heads per group · K, V key, value dim
 """
@@ -9,7 +9,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
 from nsa.core.attention_config import AttentionConfig
-from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.attention_holder import AttentionHolder
+from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import Tables
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
@@ -17,17 +18,17 @@ from nsa.vllm.page_streams import PageStream
 from nsa.vllm.step import Chunk, PagedStep, StepBuffers
 
 
-class PagedAttention(NSAAttention):
-    """The groups of one tensor-parallel rank, with page streams in place of a `LayerCache`.
+class PagedAttention(AttentionHolder):
+    """Holds the groups of one tensor-parallel rank, with page streams in place of a `LayerCache`.
 
     The config is that of the rank's share of heads and groups; `w_out` gives a partial sum, which is added up over the
     ranks.
     """
 
     def __init__(self, config: AttentionConfig, *, prefix: str, buffers: StepBuffers, n_ranks: int) -> None:
-        super().__init__(config)
-        g, (shared_window, shared_tail) = self.geometry, self._shared_streams
-        sizes = dict(n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v, l_sel=g.l_sel)
+        super().__init__(NSAAttention(config))
+        g, (shared_window, shared_tail) = config.geometry, self.layer.strategy.shared_streams(config)
+        sizes = dict(n_groups=config.n_kv_groups, d_k=config.d_k, d_v=config.d_v, l_sel=g.l_sel)
         streams = {
             "selected": PageStream(f"{prefix}.selected", **sizes),
             "compressed": PageStream(f"{prefix}.compressed", tokens_per_entry=g.d, **sizes),
@@ -49,29 +50,32 @@ class PagedAttention(NSAAttention):
         self._step_buffers, self._n_ranks = buffers, n_ranks
         self._decoders: dict[int, tuple[tuple[object, ...], TokenDecoder]] = {}
 
-    def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:  # type: ignore[override]
+    def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:
         """Attend; `tables` rotate the step's tokens by their positions."""
-        q_1NGRK, streams = self.project(x_ND[None], tables)
-        assert self.gates is not None
-        gates_1NGX3 = self.gates(x_ND[None])
+        layer = self.layer
+        q_1NGRK, streams = layer.project(x_ND[None], tables)
+        assert layer.gates is not None
+        gates_1NGX3 = layer.gates(x_ND[None])
         step = self._step()
-        out_1NGRV = q_1NGRK.new_zeros(*q_1NGRK.shape[:-1], self.d_v)
+        out_1NGRV = q_1NGRK.new_zeros(*q_1NGRK.shape[:-1], layer.d_v)
         if step is not None:
             self._append(streams, step)
             if step.n_decoding:
                 self._decode(q_1NGRK, gates_1NGX3, out_1NGRV, step)
+            run = layer.plan(q_1NGRK.device, q_1NGRK.dtype)
             for chunk in step.chunks:
                 new = slice(chunk.first, chunk.first + chunk.end - chunk.begin)
                 keys = self._keys_of(chunk, step)
-                out_1NGRV[:, new] = self.attend(q_1NGRK[:, new], gates_1NGX3[:, new], *keys)[0]
+                out_1NGRV[:, new] = layer.strategy.attend(run, q_1NGRK[:, new], gates_1NGX3[:, new], keys).out
         return self._summed(out_1NGRV[0].flatten(1))
 
     def _summed(self, mixed_NH: Tensor) -> Tensor:
         """`w_out` over all ranks; its bias once."""
+        w_out = self.layer.w_out
         if self._n_ranks == 1:
-            return self.w_out(mixed_NH)
-        out_ND = tensor_model_parallel_all_reduce(torch.nn.functional.linear(mixed_NH, self.w_out.weight))
-        return out_ND if self.w_out.bias is None else out_ND + self.w_out.bias
+            return w_out(mixed_NH)
+        out_ND = tensor_model_parallel_all_reduce(torch.nn.functional.linear(mixed_NH, w_out.weight))
+        return out_ND if w_out.bias is None else out_ND + w_out.bias
 
     def _step(self) -> PagedStep | None:
         """What the layers share of this step; None while vLLM measures the memory that a step needs."""
@@ -82,19 +86,19 @@ class PagedAttention(NSAAttention):
         if selected.made is None:
             own = {name: every[stream.prefix] for name, stream in self.streams.items() if name != "compressed"}
             pages = self._stream["selected"].kv_cache
-            decode = self.plan(pages.device, pages.dtype).decoder is not None
-            selected.made = PagedStep(own, pages.shape[2], self.geometry, self._step_buffers, decode)
+            decode = self.layer.plan(pages.device, pages.dtype).decoder is not None
+            selected.made = PagedStep(own, pages.shape[2], self.layer.geometry, self._step_buffers, decode)
         return selected.made
 
     def _append(self, new: BranchStreams, step: PagedStep) -> None:
-        given = dict(selected=(new.k_sel, new.v_sel), window=(new.k_win, new.v_win), tail=(new.k_cmp, new.v_cmp))
+        streams = dict(selected=(new.k_sel, new.v_sel), window=(new.k_win, new.v_win), tail=(new.k_cmp, new.v_cmp))
         for name, slots in step.token_slots.items():
-            k, v = given[name]
+            k, v = streams[name]
             self._stream[name].write(slots, k[0, : step.n_tokens], v[0, : step.n_tokens])
         if step.n_entries:
             k_ElGK, v_ElGV = self._stream["tail"].entries(step.entry_tokens)
             zero_E1 = torch.zeros_like(step.entry_begin_E[:, None])
-            k_E1GK, v_E1GV = self.compress(k_ElGK, v_ElGV, zero_E1, step.entry_begin_E[:, None])
+            k_E1GK, v_E1GV = self.layer.compress(k_ElGK, v_ElGV, zero_E1, step.entry_begin_E[:, None])
             self._stream["compressed"].write(step.entry_slots, k_E1GK[:, 0], v_E1GV[:, 0])
 
     def _decode(self, q_1NGRK: Tensor, gates_1NGX3: Tensor, out_1NGRV: Tensor, step: PagedStep) -> None:
@@ -127,21 +131,21 @@ class PagedAttention(NSAAttention):
             buffers.zero_B[:n],
         )
         pages = stream["selected"].kv_cache
-        make = self.plan(pages.device, pages.dtype).decoder
+        make = self.layer.plan(pages.device, pages.dtype).decoder
         assert make is not None, "a step decodes only if its backend has a decoder"
         decoder = make(
             view,
-            heads_per_group=self.shape.heads_per_group,
+            heads_per_group=self.layer.strategy.shape.heads_per_group,
             means=False,
-            geometry=self.geometry,
-            scale=self.scale,
+            geometry=self.layer.geometry,
+            scale=self.layer.scale,
         )
         self._decoders[n] = valid, decoder
         return decoder
 
-    def _keys_of(self, chunk: Chunk, step: PagedStep) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    def _keys_of(self, chunk: Chunk, step: PagedStep) -> AttendedKeys:
         """What the chunk's tokens attend over, gathered from its request's pages."""
-        g, stream = self.geometry, self._stream
+        g, stream = self.layer.geometry, self._stream
         pos_1S = torch.arange(chunk.begin, chunk.end, device=self._step_buffers.pos_B1.device)[None]
         zero_1S = torch.zeros_like(pos_1S[:, :1]).expand_as(pos_1S)
         blocks, _ = step.blocks("selected", chunk, 0)

@@ -115,7 +115,7 @@ class PagedModel(nn.Module):
     def forward(self, x_ND: Tensor, positions_N: Tensor) -> Tensor:
         wide, tables = torch.promote_types(x_ND.dtype, torch.float32), {}
         for layer in self.layers:
-            rotary: RotaryEmbedding = layer.attention.rotary  # type: ignore[assignment,union-attr]
+            rotary: RotaryEmbedding = layer.attention.layer.rotary  # type: ignore[assignment,union-attr]
             if rotary.key not in tables:
                 tables[rotary.key] = rotary.tables(positions_N[None], wide)
             x_ND = layer(x_ND, tables[rotary.key])

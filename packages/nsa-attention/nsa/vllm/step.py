@@ -43,11 +43,11 @@ class StepBuffers:
 
     def table(self, name: str, given_BP: Tensor, rows: Tensor | None) -> None:
         """Keep a step's table of the decoding requests."""
-        kept = self.tables.get(name)
-        if kept is None or kept.shape[1] != given_BP.shape[1]:
-            kept = self.tables[name] = given_BP.new_zeros(len(self.pos_B1), given_BP.shape[1])
+        table = self.tables.get(name)
+        if table is None or table.shape[1] != given_BP.shape[1]:
+            table = self.tables[name] = given_BP.new_zeros(len(self.pos_B1), given_BP.shape[1])
         chosen = given_BP if rows is None else given_BP.index_select(0, rows)
-        kept[: len(chosen)].copy_(chosen)
+        table[: len(chosen)].copy_(chosen)
 
 
 class PagedStep:

@@ -38,6 +38,7 @@ class _SelectedBlocksProbe(Probe):
         geometry: Geometry,
         scale: float,
         window_pos_BS: Tensor | None = None,
+        compressed: BranchKeys | None = None,
     ) -> None:
         self.idx_BSGN = idx_BSGN.detach().cpu()
 

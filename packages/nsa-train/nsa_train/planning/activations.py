@@ -11,7 +11,7 @@ D model dim · F feed-forward dim · V vocabulary, or value dim of a head · H h
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nsa.core.layer_kinds import LAYER_CLASSES
+from nsa.core.layer_kinds import LAYER_KINDS
 from nsa.core.layer_pattern import kind_counts
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
 from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
@@ -129,7 +129,7 @@ class _BlockTensors:
         self.blocks = geometry.n_compressed(one.seq_len)
         self.own_blocks = -(-self.blocks // one.cp)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
-        branches = LAYER_CLASSES[kind].branches
+        branches = LAYER_KINDS[kind].branches
         self.branches, self.selects, self.gated = len(branches), "selected" in branches, "compressed" in branches
         self.windowed = "sliding" in branches and kind != "dense"
         self.selector_loss = nsa.selector_loss > 0 and self.selects and (self.gated or self.phi.has_weights)

@@ -43,7 +43,7 @@ class BadStepState:
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    """Of the last steps, finite values only: one NaN would make every mean a NaN while it is in the window."""
+    """Values of the last steps, finite ones only: one NaN would make every mean a NaN while it is in the window."""
     recent: list[int] = field(default_factory=list)
     """Skipped steps that still count."""
     skipped_steps: int = 0

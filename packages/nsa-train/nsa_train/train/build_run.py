@@ -129,16 +129,16 @@ def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cl
     if context.ranks.first:
         shutil.rmtree(imported, ignore_errors=True)  # of a run that was killed
         cleanup.callback(shutil.rmtree, imported, ignore_errors=True)
-    found, changes = on_first_rank(
+    checkpoint, changes = on_first_rank(
         context.ranks,
         lambda: find_initial_weights(init_from, context.config, vocab_size, key, imported, context.importer),
     )
     context.reporter.line(
-        f"starting with the weights of {init_from if Path(found).is_relative_to(imported) else found}"
+        f"starting with the weights of {init_from if Path(checkpoint).is_relative_to(imported) else checkpoint}"
     )
     for change in changes:
         context.reporter.line(f"WARNING: the weights were trained with another setting: {change}")
-    return Path(found)
+    return Path(checkpoint)
 
 
 def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> RunParts:
@@ -224,8 +224,8 @@ def _choose_data(context: RunContext, vocab_size: int) -> tuple[RowData, RowData
     if problem is None:
         return data, held_out
     context.reporter.line(f"WARNING: TRAINING ON SYNTHETIC DATA (data.synthetic_on_fail), because {problem}")
-    made = SyntheticData(config.data.synthetic_task, vocab_size, config.train.seq_len, config.train.seed)
-    return made, made if held_out is not None else None
+    rows = SyntheticData(config.data.synthetic_task, vocab_size, config.train.seq_len, config.train.seed)
+    return rows, rows if held_out is not None else None
 
 
 def _why_no_data(data: RowData) -> str | None:

@@ -72,14 +72,14 @@ def require_set_tokenizer(config: RunConfig) -> None:
     if config.data.dataset != "prepared" or config.origin("data.tokenizer") == "default":
         return
     try:
-        given = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(config.data.tokenizer)
     except ConfigError:  # a set brings its own tokenizer, so the file may be missing
         return
     manifest = read_manifest(StorageFolder(_path(config)))
-    if given.fingerprint != manifest.tokenizer_fingerprint:
+    if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer} has {given.vocab_size} ids (fingerprint "
-            f"{given.fingerprint[:16]}…), and the prepared set {_path(config)} was made with a tokenizer of "
+            f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} ids (fingerprint "
+            f"{tokenizer.fingerprint[:16]}…), and the prepared set {_path(config)} was made with a tokenizer of "
             f"{manifest.vocab_size} ids (fingerprint {manifest.tokenizer_fingerprint[:16]}…): a set is used with its "
             f"own. Remove data.tokenizer or set it to {_path(config)}/{names.TOKENIZER}, or prepare the set again with "
             "this tokenizer."

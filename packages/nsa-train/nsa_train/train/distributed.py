@@ -104,7 +104,7 @@ class HostCollectives:
         return [total / world for total in self.sum(values)]
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """The same number of integers from every rank, in the order of the ranks."""
+        """Gather as many integers from every rank, in the order of the ranks."""
         if self._group is None:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")

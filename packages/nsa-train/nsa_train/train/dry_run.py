@@ -181,11 +181,11 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about the missing process group
                 make_checkpointer(config, scratch, lambda: record).save(checkpoints / step_name(1), module, {})
-            found = CheckpointFolder(checkpoints, key=key).find_resumable()
-            if found.path is None:
-                problem = "; ".join(str(finding) for finding in found.passed_over)
+            checkpoint = CheckpointFolder(checkpoints, key=key).find_resumable()
+            if checkpoint.path is None:
+                problem = "; ".join(str(finding) for finding in checkpoint.passed_over)
                 return DryRunAttempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
-            read, size = read_model(open_checkpoint(found.path, key=key)), _size(found.path)
+            read, size = read_model(open_checkpoint(checkpoint.path, key=key)), _size(checkpoint.path)
             wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
     except _FAILURES as error:
         return DryRunAttempt(problem=_describe(error))

@@ -76,8 +76,8 @@ class _DryRunProgress:
         elif "done" in message:
             self.attempts[message["done"]] = DryRunAttempt(**message["attempt"])
         else:
-            found = message["result"]
-            self.result = DryRun(**{part: DryRunAttempt(**found[part]) for part in _PARTS}, step_s=found["step_s"])
+            result = message["result"]
+            self.result = DryRun(**{part: DryRunAttempt(**result[part]) for part in _PARTS}, step_s=result["step_s"])
 
     def died(self, why: str) -> DryRun:
         """The part that was being tried has failed; those after it were not tried."""

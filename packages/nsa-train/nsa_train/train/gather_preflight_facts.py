@@ -249,9 +249,9 @@ def try_held_out(config: RunConfig, vocab_size: int, *, fetch_remote: bool) -> D
 
 def _in_manifest(data: PreparedData, wanted: int) -> DryRunAttempt:
     tokens = read_manifest(StorageFolder(data.url)).totals(data.split)["tokens"]
-    found = -(-tokens // data.seq_len)
-    what = f"{data} holds {tokens:,} tokens, {found} rows of {data.seq_len}"
-    if found >= wanted:
+    rows = -(-tokens // data.seq_len)
+    what = f"{data} holds {tokens:,} tokens, {rows} rows of {data.seq_len}"
+    if rows >= wanted:
         return DryRunAttempt(seen=what)
     return DryRunAttempt(
         problem=f"{what}: an evaluation needs a batch of {wanted} rows (train.batch_size); prepare it again with a "

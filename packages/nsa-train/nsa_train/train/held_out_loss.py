@@ -38,7 +38,7 @@ class PositionLoss(NamedTuple):
     loss: float
     """Nats per token."""
     standard_error: float | None
-    """Of the mean; rows are the independent samples, so one row has none."""
+    """Standard error of the mean; rows are the independent samples, so one row has none."""
     bits_per_byte: float | None
     accuracy: float
     """Share of the tokens that are the model's most likely token."""
@@ -99,14 +99,14 @@ class LossSums:
 
     def by_position(self) -> list[PositionLoss]:
         """Buckets that hold tokens, nearest position first."""
-        found = []
+        parts = []
         for place, sums in enumerate(self._sums.T[:-1].tolist()):
             nats, tokens, n_bytes, hits, *more = sums
             if tokens:
                 begin, end = FIRST_BUCKET << place >> 1 if place else 0, FIRST_BUCKET << place
                 error, per_byte = _standard_error(nats, tokens, *more), _bits_per_byte(nats, n_bytes)
-                found.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
-        return found
+                parts.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
+        return parts
 
 
 def held_out_loss(
@@ -169,7 +169,7 @@ def _bits_per_byte(nats: float, n_bytes: float) -> float | None:
 def _standard_error(
     nats: float, tokens: float, rows: float, nats2: float, product: float, tokens2: float
 ) -> float | None:
-    """Of nats / tokens as a ratio of two sums over rows: tokens of one row are not independent of each other."""
+    """Standard error of nats / tokens, a ratio of sums over rows: tokens of one row are not independent."""
     if rows < 2:
         return None
     mean = nats / tokens

@@ -46,14 +46,14 @@ def find_resume_point(checkpointer: VerifiedCheckpointer, checkpoints: Path, opt
         checkpoints = inside if inside.is_dir() else resume_from
     elif not options.resume:
         return ResumePoint(None, 0)
-    found = checkpointer.find_resumable(checkpoints)
-    if found.path is None and (resume_from is not None or found.passed_over):
-        why = "; ".join(str(finding) for finding in found.passed_over) or "there is none"
+    checkpoint = checkpointer.find_resumable(checkpoints)
+    if checkpoint.path is None and (resume_from is not None or checkpoint.passed_over):
+        why = "; ".join(str(finding) for finding in checkpoint.passed_over) or "there is none"
         raise CheckpointError(
             f"{checkpoints} holds no checkpoint to resume from ({why}). Start a new run in another train.out_dir, or "
             f"give --resume-from a good one."
         )
-    return ResumePoint(found.path, found.step or 0, found.passed_over)
+    return ResumePoint(checkpoint.path, checkpoint.step or 0, checkpoint.passed_over)
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ def _require_same_tokenizer(init_from: Path, trained: TrainedModel, config: RunC
     saved, now = trained.record.more.get(TOKENIZER_RECORD), datasets.data_tokenizer_record(config)
     if not isinstance(saved, dict) or now is None or saved.get("fingerprint") == now["fingerprint"]:
         return
-    kept = init_from if (init_from / names.TOKENIZER).exists() else trained.path
+    source = init_from if (init_from / names.TOKENIZER).exists() else trained.path
     raise ConfigError(
         f"the weights of {init_from} were trained with a tokenizer of {saved.get('vocab_size')} ids (fingerprint "
         f"{str(saved.get('fingerprint'))[:16]}…), the data has one of {now['vocab_size']} ids (fingerprint "
         f"{now['fingerprint'][:16]}…): the same ids mean other text. Prepare the text with the tokenizer of the "
-        f"weights: nsa data prepare SRC OUT --tokenizer {kept / names.TOKENIZER}"
+        f"weights: nsa data prepare SRC OUT --tokenizer {source / names.TOKENIZER}"
     )
 
 

@@ -8,14 +8,13 @@ from olmo_core.nn.attention import SequenceMixerConfig
 from olmo_core.nn.transformer import TransformerConfig
 
 from nsa.core.attention_config import SLIDING_GATE_INIT
-from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa_train.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
 from nsa_train.run_model import build_model
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module
-from nsa_train.train.engine.mixer import NSAMixerConfig, transformer_config
-from nsa_train.train.parallel.context_layout import ContextGroup
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
+from nsa_train.train.parallel.context_exchange import ContextGroup
 from nsa_train.train.parallel.row_split import RowSplit
 from tests.attention_options import FAMILIES, OPTIONS, PHIS
 from tests.initial_weights import RAISED, require_raised
@@ -86,7 +85,7 @@ def test_an_engine_architecture_trains(name, monkeypatch):
     assert sum(p.numel() for p in model.parameters()) == config.num_params
     model.init_weights(max_seq_len=SEQ, max_local_microbatch_size=4 * SEQ)
     mixers = [block.attention for block in model.blocks.values()]
-    assert sum(isinstance(mixer, NSAAttention) for mixer in mixers) == (2 if name == "hybrid" else 3)
+    assert sum(isinstance(mixer, NSAMixer) for mixer in mixers) == (2 if name == "hybrid" else 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(VOCAB, (4, SEQ), generator=torch.Generator().manual_seed(0))
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nsa.core.probe import Probe
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
-from nsa_train.train.parallel.context_layout import context_group, own_positions, own_tokens
+from nsa_train.train.parallel.context_exchange import context_group
+from nsa_train.train.parallel.context_layout import own_positions, own_tokens
 from tests.nsa_train.train.parallel.context_cases import ContextCase
 
 DIM = 24
@@ -52,7 +53,7 @@ def _layer(case: ContextCase) -> NSAMixer:
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
-    layer.selector_step = STEP
+    layer.layer.selector_step = STEP
     return layer.to(getattr(torch, case.dtype)).train()
 
 
@@ -66,7 +67,7 @@ def _inputs(case: ContextCase) -> tuple[Tensor, Tensor]:
 
 def _run(case: ContextCase, layer: NSAMixer, x: Tensor, weight: Tensor, positions: SharedPositions) -> _Result:
     x = x.clone().requires_grad_()
-    layer.probe = probe = _BlockProbe()
+    layer.layer.probe = probe = _BlockProbe()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if case.compiled else layer
     if case.checkpointed:
         out = torch.utils.checkpoint.checkpoint(run, x, positions=positions, use_reentrant=False)
@@ -84,7 +85,7 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
     x, weight = _inputs(case)
     cu = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
     eager = replace(case, compiled=False, checkpointed=False)
-    alone = _run(eager, whole, x, weight, SharedPositions(whole.locate(x, cu_doc_lens=cu)))
+    alone = _run(eager, whole, x, weight, SharedPositions(whole.layer.locate(x, cu_doc_lens=cu)))
 
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     styles = {"ring": object()} if case.zigzag else {"uly": object()}
@@ -92,7 +93,7 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
     context = context_group(mesh, zigzag=case.zigzag)
     shape = (case.batch, case.length) if cu is None else x.shape[:2]
     wide = torch.promote_types(x.dtype, torch.float32)
-    where = own_positions(context, divided, shape, cu, own_tokens(context.split, x), wide)
+    where = own_positions(context, divided.layer, shape, cu, own_tokens(context.split, x), wide)
 
     def mine(whole_BTx: Tensor) -> Tensor:
         return own_tokens(context.split, whole_BTx)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.check.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.check.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, compared_gradients, limit
+from nsa.check.gpu_check.near_ties import ForwardRecorder, RecordedForward, compared, compared_gradients, limit
 from nsa.check.gpu_check.sizes import CheckSizes, attention, tokens
 
 
@@ -22,11 +22,11 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 
 def _compiled(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    module = attention(scope, TORCH_DTYPES[dtype], ForwardRecorder())
     x = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_()
     compiled: Callable[[Tensor], Tensor] = torch.compile(module, fullgraph=True, backend=scope.compiler)
-    got = RecordedForward(compiled(x), module.idx_BSGN)
-    want = RecordedForward(module(x), module.idx_BSGN)
+    got = RecordedForward.of(module, compiled(x))
+    want = RecordedForward.of(module, module(x))
     claim = f"compiled ({scope.compiler}) = eager, {dtype}"
     yield from compared(claim, module, got, want)
     yield compared_gradients(claim, module, x, got, want, limit(TORCH_DTYPES[dtype]))

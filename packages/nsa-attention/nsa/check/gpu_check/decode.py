@@ -8,9 +8,10 @@ from torch import Tensor
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.check.gpu_check.near_ties import RecordedForward, RecordingAttention, compared
+from nsa.check.gpu_check.near_ties import ForwardRecorder, RecordedForward, compared
 from nsa.check.gpu_check.sizes import CheckSizes, attention, tokens
 from nsa.core.kv_cache import LayerCache
+from nsa.core.nsa_attention import NSAAttention
 
 GRAPH_STEPS = 40  # more than a stride of compression, so that blocks are completed on the way
 
@@ -25,7 +26,7 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 @torch.no_grad()
 def _token_by_token(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    module = attention(scope, TORCH_DTYPES[dtype], ForwardRecorder())
     x = tokens(scope, TORCH_DTYPES[dtype])
     cache, prompt = module.new_cache(1, x.shape[1]), scope.module.prompt
     parts = [_record(module, part, cache) for part in x.split([prompt, *[1] * (x.shape[1] - prompt)], 1)]
@@ -38,7 +39,7 @@ def _token_by_token(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Mea
 @torch.no_grad()
 def _ragged(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     """Each row gets its part of a first chunk, then its tokens one by one; padding has large values."""
-    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    module = attention(scope, TORCH_DTYPES[dtype], ForwardRecorder())
     lengths = torch.tensor(scope.module.ragged, device=scope.device)
     x, prompt = tokens(scope, TORCH_DTYPES[dtype], len(lengths)), scope.module.prompt
     at_BS = torch.arange(x.shape[1], device=scope.device)
@@ -48,14 +49,14 @@ def _ragged(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTab
                            strict=True):  # fmt: skip
         new_lens = (lengths - begin).clamp(0, part.shape[1])
         out = module(part, cache=cache, new_lens_B=new_lens)
-        parts.append(RecordedForward(out, module.idx_BSGN))
-    claim, found = f"rows of different lengths = each alone, {dtype}", []
+        parts.append(RecordedForward.of(module, out))
+    claim, rows_of_row = f"rows of different lengths = each alone, {dtype}", []
     for row, length in enumerate(scope.module.ragged):
         got = RecordedForward(*(torch.cat([getattr(p, name)[row : row + 1] for p in parts], 1)[:, :length]
                      for name in ("out_BSD", "idx_BSGN")))  # fmt: skip
         want = _record(module, x[row : row + 1, :length])
-        found.append(list(compared(claim, module, got, want)))
-    yield from (max(rows, key=_severity) for rows in zip(*found, strict=True))
+        rows_of_row.append(list(compared(claim, module, got, want)))
+    yield from (max(rows, key=_severity) for rows in zip(*rows_of_row, strict=True))
 
 
 def _severity(row: CheckResult) -> tuple[bool, float]:
@@ -63,9 +64,9 @@ def _severity(row: CheckResult) -> tuple[bool, float]:
     return row.verdict is CheckStatus.FAILS, row.measured
 
 
-def _record(module: RecordingAttention, x: Tensor, cache: LayerCache | None = None) -> RecordedForward:
+def _record(module: NSAAttention, x: Tensor, cache: LayerCache | None = None) -> RecordedForward:
     out = module(x, cache=cache)
-    return RecordedForward(out, module.idx_BSGN)
+    return RecordedForward.of(module, out)
 
 
 @torch.no_grad()

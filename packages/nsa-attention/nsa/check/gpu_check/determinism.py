@@ -11,10 +11,11 @@ from torch import Tensor
 from nsa.bench.case import TORCH_DTYPES
 from nsa.bench.machine import wait_for
 from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded, needs_gpu
-from nsa.check.gpu_check.near_ties import RecordingAttention
+from nsa.check.gpu_check.near_ties import ForwardRecorder
 from nsa.check.gpu_check.sizes import CheckSizes, attention, tokens
 from nsa.core.compression import BlockCompressor
 from nsa.core.document_layout import plain_layout
+from nsa.core.nsa_attention import NSAAttention
 
 Bits = dict[str, Tensor]
 
@@ -30,7 +31,7 @@ def determinism_checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 
 def _runs(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
-    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    module = attention(scope, TORCH_DTYPES[dtype], ForwardRecorder())
     run = partial(_run, module, tokens(scope, TORCH_DTYPES[dtype]).requires_grad_())
     first = run()
     yield _compared(f"values that differ between two runs, {dtype}", first, run())
@@ -59,11 +60,12 @@ def _overlapping(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Measur
     yield again
 
 
-def _run(module: RecordingAttention, x: Tensor) -> Bits:
+def _run(module: NSAAttention, x: Tensor) -> Bits:
     out = module(x)
+    assert isinstance(module.probe, ForwardRecorder)
     names, weights = zip(*module.named_parameters(), strict=True)
     gradients = torch.autograd.grad(out.float().square().sum(), (x, *weights))
-    return {"out": out.detach(), "choice": module.idx_BSGN, **dict(zip(("x", *names), gradients, strict=True))}
+    return {"out": out.detach(), "choice": module.probe.idx_BSGN, **dict(zip(("x", *names), gradients, strict=True))}
 
 
 def _compared(claim: str, want: Bits, got: Bits) -> CheckResult:

@@ -33,12 +33,12 @@ def _second_device(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | Meas
 
 def differing_bits(scope: CheckSizes, dtype: str, first: torch.device, second: torch.device) -> int:
     """Values of output and gradients that differ between two devices; the current device stays as it is."""
-    found = []
+    rows = []
     for device in (first, second):
         here = replace(scope, device=device)
         module = attention(here, TORCH_DTYPES[dtype])
         x = tokens(here, TORCH_DTYPES[dtype]).requires_grad_()
         out = module(x)
         gradients = torch.autograd.grad(out.float().square().sum(), (x, *module.parameters()))
-        found.append([value.detach().cpu() for value in (out, *gradients)])
-    return sum(int((a != b).sum()) for a, b in zip(*found, strict=True))
+        rows.append([value.detach().cpu() for value in (out, *gradients)])
+    return sum(int((a != b).sum()) for a, b in zip(*rows, strict=True))

@@ -6,7 +6,7 @@ from functools import partial
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.check.gpu_check.check_result import CheckResult, GpuCheck, MeasuredTable
-from nsa.check.gpu_check.near_ties import RecordedForward, RecordingAttention, compared, compared_gradients, limit
+from nsa.check.gpu_check.near_ties import ForwardRecorder, RecordedForward, compared, compared_gradients, limit
 from nsa.check.gpu_check.sizes import CheckSizes, attention, tokens
 from nsa.kernels.registry import BackendRequest
 
@@ -18,11 +18,11 @@ def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
 
 def _against_portable(scope: CheckSizes, dtype: str) -> Iterator[CheckResult | MeasuredTable]:
     scope = replace(scope, module=scope.long)
-    module = attention(scope, TORCH_DTYPES[dtype], RecordingAttention)
+    module = attention(scope, TORCH_DTYPES[dtype], ForwardRecorder())
     x = tokens(scope, TORCH_DTYPES[dtype]).requires_grad_()
-    got = RecordedForward(module(x), module.idx_BSGN)
+    got = RecordedForward.of(module, module(x))
     module.kernels = BackendRequest(*["portable"] * 4)
-    want = RecordedForward(module(x), module.idx_BSGN)
+    want = RecordedForward.of(module, module(x))
     claim = f"{scope.long.length} tokens = portable, {dtype}"
     yield from compared(claim, module, got, want)
     # Sums over thousands of tokens round differently in two orders.

@@ -6,14 +6,13 @@ same selection, and the scores of exchanged blocks must be equal up to rounding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from nsa.bench.correctness import LIMITS
 from nsa.check.gpu_check.check_result import CheckResult, bounded
-from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe
 from nsa.kernels.self_check.comparison import FP32_LIMIT, blocks_error, relative_rms
@@ -22,33 +21,19 @@ HALF_LIMIT = 2e-2  # relative RMS of two ways of rounding
 MOST_EXCHANGED = 0.1  # of the queries: a comparison of the others must still mean something
 
 
-class _BlockRecorder(Probe):
-    """Probe that keeps the selected blocks of the last forward."""
+class ForwardRecorder(Probe):
+    """Probe that keeps the selected blocks of the last forward and, without a cache, q and compressed keys."""
 
     idx_BSGN: Tensor
+    q_BSGRK: Tensor
+    k_BCGK: Tensor
 
     def record(self, gates: Tensor | None, idx_BSGN: Tensor, *_: object, **__: object) -> None:
         self.idx_BSGN = idx_BSGN
 
-
-class RecordingAttention(NSAAttention):
-    """`NSAAttention` that keeps the selected blocks of its last forward and, without a cache, q and compressed keys."""
-
-    q_BSGRK: Tensor
-    k_BCGK: Tensor
-
-    def __init__(self, *sizes: Any, **settings: Any) -> None:
-        super().__init__(*sizes, **settings)
-        self.probe: _BlockRecorder = _BlockRecorder()
-
-    @property
-    def idx_BSGN(self) -> Tensor:
-        return self.probe.idx_BSGN
-
-    def attend(self, q_BSGRK: Tensor, *rest: Any) -> Any:
-        compressed = next(x for x in rest if isinstance(x, BranchKeys))
+    def record_selection(self, q_BSGRK: Tensor, *rest: Any) -> None:
+        *_, compressed = rest
         self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), compressed.k.detach()
-        return super().attend(q_BSGRK, *rest)
 
 
 @dataclass(frozen=True)
@@ -58,16 +43,23 @@ class RecordedForward:
     out_BSD: Tensor
     idx_BSGN: Tensor
 
+    @classmethod
+    def of(cls, module: NSAAttention, out_BSD: Tensor) -> Self:
+        """The forward pass that gave `out`, the module's last."""
+        assert isinstance(module.probe, ForwardRecorder)
+        return cls(out_BSD, module.probe.idx_BSGN)
+
 
 def same_selection(got: RecordedForward, want: RecordedForward) -> Tensor:
     """Queries with the same selected blocks: bool [B, S]."""
     return (got.idx_BSGN == want.idx_BSGN).flatten(2).all(-1)
 
 
-def compared(
-    claim: str, module: RecordingAttention, got: RecordedForward, want: RecordedForward
-) -> Iterator[CheckResult]:
-    """Results for output and selection; `module` must have computed `want` last, one document per row."""
+def compared(claim: str, module: NSAAttention, got: RecordedForward, want: RecordedForward) -> Iterator[CheckResult]:
+    """Results for output and selection; `module`, whose probe is a `ForwardRecorder`, must have computed `want` last,
+    one document per row."""
+    recorded = module.probe
+    assert isinstance(recorded, ForwardRecorder)
     same_BS = same_selection(got, want)
     exchanged = int((~same_BS).sum())
     dtype = want.out_BSD.dtype
@@ -76,7 +68,7 @@ def compared(
                   limit(dtype), note)  # fmt: skip
     pos_BS = torch.arange(same_BS.shape[1], device=same_BS.device).expand_as(same_BS)
     error_BSG = blocks_error(
-        module.q_BSGRK, module.k_BCGK, pos_BS, torch.zeros_like(pos_BS), got.idx_BSGN, module.geometry, module.scale
+        recorded.q_BSGRK, recorded.k_BCGK, pos_BS, torch.zeros_like(pos_BS), got.idx_BSGN, module.geometry, module.scale
     )
     too_many = exchanged > MOST_EXCHANGED * same_BS.numel()
     yield bounded(f"{claim}, scores of exchanged blocks, relative", torch.inf if too_many else error_BSG.max().item(),

@@ -119,9 +119,9 @@ def _number(measured: float | str | None) -> str:
 
 
 def flaws(body: dict[str, Any]) -> list[str]:
-    found = ["a rehearsal without a GPU"] if body["rehearsal"] else []
-    found += [f"only {', '.join(body['only'])}"] if body["only"] else []
-    return found + ([] if body["complete"] else ["cut short"])
+    reasons = ["a rehearsal without a GPU"] if body["rehearsal"] else []
+    reasons += [f"only {', '.join(body['only'])}"] if body["only"] else []
+    return reasons + ([] if body["complete"] else ["cut short"])
 
 
 def read_result(file: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class GpuCheckRunner:
     request: GpuCheckRequest
     checks: list[GpuCheck]
     environ: Mapping[str, str]
-    """Of the child; Triton reads TRITON_INTERPRET when it is imported."""
+    """Environment of the child; Triton reads TRITON_INTERPRET when it is imported."""
     silence_s: float = SILENCE_TIMEOUT_S
     traces: dict[str, str] = field(default_factory=dict)
     """By check that ended the child: the last lines of its output."""

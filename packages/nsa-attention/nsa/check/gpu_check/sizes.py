@@ -9,6 +9,7 @@ from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.attention_config import INIT_STD
 from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest
 from nsa.kernels.self_check.kernel_call import CPU, KernelCall, QueryPositions
@@ -156,16 +157,19 @@ def rehearsal(*, full: bool) -> CheckSizes:
     )
 
 
-def attention(scope: CheckSizes, dtype: torch.dtype, kind: type[NSAAttention] = NSAAttention, **changes: Any) -> Any:
+def attention(scope: CheckSizes, dtype: torch.dtype, probe: Probe | None = None, **changes: Any) -> NSAAttention:
     """The module on the device with the Triton kernels in every branch; the same weights on every device."""
     m = scope.module
     torch.manual_seed(0)
     s, blocks = m.shape, vars(m.shape.geometry) | changes
-    module = kind(m.dim, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, **blocks, kernels=BackendRequest(*[BACKEND] * 4))
+    module = NSAAttention(
+        m.dim, s.n_heads, s.n_kv_groups, s.d_k, s.d_v, **blocks, kernels=BackendRequest(*[BACKEND] * 4)
+    )
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.startswith(("w_q", "w_k", "w_v")):  # spread scores, so that selection is not a tie
                 parameter.mul_(1.5 / (INIT_STD * m.dim**0.5))
+    module.probe = probe
     return module.to(scope.device, dtype)
 
 

@@ -140,21 +140,21 @@ class BadStepCallback(Callback):
         """Load the last verified checkpoint in this process; the data continues after the batch that failed."""
         trainer, failed_at = self.trainer, self.step
         self.checkpoints.wait_for_save()
-        found = trainer.checkpointer.find_resumable(Path(trainer.save_folder))
-        if why_not := self.policy.why_not_back_to(found.step):
+        checkpoint = trainer.checkpointer.find_resumable(Path(trainer.save_folder))
+        if why_not := self.policy.why_not_back_to(checkpoint.step):
             raise NonFiniteError(
                 f"step {failed_at}: {reason}, and {why_not}. Look at the data of these steps and at {names.EVENTS}; a "
                 f"lower train.lr, a longer train.warmup_steps or a smaller train.grad_clip may help."
             )
-        assert found.path is not None
+        assert checkpoint.path is not None
         cursor, state = trainer.data_loader.state_dict(), self.policy.state
         self._unread = None
         trainer.train_module.zero_grads()
-        trainer.load_checkpoint(found.path, load_trainer_state=True, load_optim_state=True)
+        trainer.load_checkpoint(checkpoint.path, load_trainer_state=True, load_optim_state=True)
         saved, self.policy.state = self.policy.state, state
         first, end = self.policy.roll_back(failed_at, self.step, saved)
         trainer.data_loader.load_state_dict(cursor)
-        self._log_rollback(failed_at, reason, found.path, [first, end])
+        self._log_rollback(failed_at, reason, checkpoint.path, [first, end])
 
     def post_checkpoint_loaded(self, path: PathOrStr) -> None:
         record = self.trainer.checkpointer.loaded_record  # from the bytes that were verified

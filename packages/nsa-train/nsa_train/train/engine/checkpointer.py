@@ -107,16 +107,16 @@ class VerifiedCheckpointer(Checkpointer):
 
         if get_rank() == 0:
             try:
-                found = self.folder(checkpoints).find_resumable(inspect, hash_on_all_ranks)
+                newest = self.folder(checkpoints).find_resumable(inspect, hash_on_all_ranks)
             finally:
                 broadcast_object(None)
         else:
             while (task := broadcast_object(None)) is not None:
                 self._hash_share(*task)
-            found = None
-        found = broadcast_object(found)
-        assert found is not None
-        return found
+            newest = None
+        newest = broadcast_object(newest)
+        assert newest is not None
+        return newest
 
     @staticmethod
     def _hash_share(path: Path, manifest: CheckpointManifest) -> list[str]:

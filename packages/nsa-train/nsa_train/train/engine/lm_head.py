@@ -8,10 +8,11 @@ With tensor parallelism every rank computes the loss of its own part of each row
 gathered for it; with context parallelism the input is a part of the row already.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from olmo_core.nn.lm_head import LMHead, LMOutputWithLoss
+from olmo_core.nn.lm_head import LMHead, LMHeadConfig, LMOutputWithLoss
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -51,8 +52,8 @@ class ChunkedHead(LMHead):
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> bool:
-        kept = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-        asked = return_logits is not False or z_loss_multiplier is not None or kept
+        keeps_some = not isinstance(logits_to_keep, int) or logits_to_keep != 0
+        asked = return_logits is not False or z_loss_multiplier is not None or keeps_some
         return asked or reduction == "none" or ignore_index != IGNORE or self.w_out.bias is not None
 
     def _loss_inputs(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,3 +73,14 @@ class ChunkedHead(LMHead):
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass
+class ChunkedHeadConfig(LMHeadConfig):
+    """The engine's config of a head, which builds a `ChunkedHead`."""
+
+    def build(self, *, d_model: int, vocab_size: int, init_device: str = "cpu") -> ChunkedHead:
+        options = self.as_dict(exclude_none=True, recurse=False)
+        del options["name"]
+        options["dtype"] = options["dtype"].as_pt()
+        return ChunkedHead(**options, d_model=d_model, vocab_size=vocab_size, init_device=init_device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,35 +13,26 @@ from olmo_core.nn.attention import (
 )
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
-from olmo_core.nn.lm_head import LMHeadConfig
 from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa.core.attention_config import INIT_STD, AttentionConfig, attention_config
-from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.attention_holder import AttentionHolder
 from nsa.core.compression import BlockCompressor
-from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
-from nsa.core.layer_kinds import (
-    LAYER_CLASSES,
-    DenseAttention,
-    GlobalAttention,
-    WindowAttention,
-    layer_of_kind,
-)
+from nsa.core.layer_of_kind import layer_of_kind
 from nsa.core.layer_pattern import layer_config, repeated
-from nsa.core.merged_attention import MergedAttention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError
-from nsa.kernels.registry import BackendRequest, KernelPlan
+from nsa.kernels.registry import BackendRequest
 from nsa.options import AttentionKind, RopeLayer
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import wanted_kernels
-from nsa_train.train.parallel.context_exchange import compressed_keys, context_keys, slide_by_piece
-from nsa_train.train.parallel.context_layout import ContextGroup, context_group
+from nsa_train.train.engine.lm_head import ChunkedHeadConfig
+from nsa_train.train.parallel.context_exchange import ContextGroup, context_group
 from nsa_train.train.parallel.tensor import shard_by_group
 
 _SEEDS = 2**62
@@ -62,7 +52,7 @@ class NSAMixerConfig(SequenceMixerConfig):
     """An `AttentionConfig` in plain values, with the kind of layer and the backends."""
 
     options: dict[str, Any]
-    """Of the attention, by name; the model's width is that of `build`."""
+    """Options of the attention by name; the model's width is that of `build`."""
     kind: AttentionKind = "nsa"
     kernels: dict[str, str] = field(default_factory=dict)
     """By branch; missing ones are `auto`."""
@@ -79,7 +69,7 @@ class NSAMixerConfig(SequenceMixerConfig):
         """The layer without values, to count its parameters and FLOPs."""
         config, kernels = self.layer(d_model)
         with torch.device("meta"):
-            return LAYER_CLASSES[self.kind](config, kernels=kernels)
+            return NSAAttention(config, kind=self.kind, kernels=kernels)
 
     def num_params(self, d_model: int) -> int:
         return sum(p.numel() for p in self.on_meta(d_model).parameters())
@@ -88,15 +78,15 @@ class NSAMixerConfig(SequenceMixerConfig):
         self, d_model: int, *, layer_idx: int, n_layers: int, init_device: str = "cpu", cache: Any = None
     ) -> "NSAMixer":
         with torch.device(init_device):
-            return MIXERS[self.kind](d_model, self)
+            return NSAMixer(d_model, self)
 
 
-class NSAMixer(NSAAttention, SequenceMixer):
-    """Parameters keep the names they have in `NSAAttention`, so that one state dict fits both."""
+class NSAMixer(AttentionHolder, SequenceMixer):
+    """An attention layer as the engine's blocks hold it."""
 
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
         attention, kernels = config.layer(dim)
-        super().__init__(attention, kernels=kernels)
+        super().__init__(NSAAttention(attention, kind=config.kind, kernels=kernels))
         self.mixer_config = config
         self.context: ContextGroup | None = None
         # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
@@ -128,14 +118,14 @@ class NSAMixer(NSAAttention, SequenceMixer):
                     "the nsa mixer shares rows with other ranks and was given no positions: they are those of a part "
                     "of a row. Call the whole model, which makes them."
                 )
-            return super().forward(x_BSD, cu_doc_lens=cu_doc_lens)
+            return self.layer(x_BSD, cu_doc_lens=cu_doc_lens)
         where = positions.where
         rows = x_BSD if where.tables[0].shape[:2] == x_BSD.shape[:2] else x_BSD.flatten(0, 1)[None]  # packed: one row
-        return super().forward(rows, where=where).view(x_BSD.shape)
+        return self.layer(rows, where=where).view(x_BSD.shape)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward of the whole layer, however it is sharded; choosing blocks has no backward."""
-        parts = self.mixer_config.on_meta(self.dim).flops(seq_len)
+        parts = self.mixer_config.on_meta(self.layer.dim).flops(seq_len)
         return int(3 * sum(parts.values()) - 2 * parts["select"])
 
     def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
@@ -148,10 +138,10 @@ class NSAMixer(NSAAttention, SequenceMixer):
         seed = int(torch.randint(_SEEDS, (), generator=generator, device=device))
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(seed)
-            config, kernels = self.mixer_config.layer(self.dim)
+            config, kernels = self.mixer_config.layer(self.layer.dim)
             whole = NSAAttention(config, kernels=kernels)
             init_weights(nn.ModuleDict({"attention": whole}), num_blocks, config.init_std)
-            values = dict(layer_of_kind(self.kind, whole).named_parameters())
+            values = dict(layer_of_kind(self.layer.kind, whole).named_parameters())
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 _fill(parameter, values[name].detach())
@@ -168,47 +158,6 @@ class NSAMixer(NSAAttention, SequenceMixer):
     ) -> None:
         """The engine's styles choose the split of rows: `ring` zig-zag, `uly` contiguous; the exchange is ours."""
         self.context = context_group(cp_mesh, zigzag=ring is not None)
-
-    def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
-        run = super().plan(device, dtype)
-        if self.context is None or self.context.split.slots == 1 or self.kind == "dense":
-            return run
-        sliding = partial(slide_by_piece, run.functions.sliding, self.context.split.slots)
-        return run._replace(functions=run.functions._replace(sliding=sliding))
-
-    def _lay_out(
-        self, new: BranchStreams, layout: DocumentLayout, where: Positions
-    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
-        if where.elsewhere is None:
-            return super()._lay_out(new, layout, where)
-        return context_keys(self, new, layout, where.elsewhere)
-
-    def _compressed_keys(self, k_BSGK: Tensor, where: Positions) -> Tensor:
-        if where.elsewhere is None:
-            return super()._compressed_keys(k_BSGK, where)
-        assert where.layout is not None
-        return compressed_keys(self, k_BSGK, where.layout, where.elsewhere)
-
-
-class DenseMixer(NSAMixer, DenseAttention):
-    """Causal attention over all tokens."""
-
-
-class WindowMixer(NSAMixer, WindowAttention):
-    """Causal attention over the last w tokens."""
-
-
-class GlobalMixer(NSAMixer, GlobalAttention):
-    """The compressed and the selected branch."""
-
-
-class MergedMixer(NSAMixer, MergedAttention):
-    """One softmax over the selected blocks and the window."""
-
-
-MIXERS: dict[AttentionKind, type[NSAMixer]] = {
-    mixer.kind: mixer for mixer in (NSAMixer, DenseMixer, WindowMixer, GlobalMixer, MergedMixer)
-}
 
 
 def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
@@ -232,7 +181,7 @@ def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
         n_layers=model.n_layers,
         block=blocks[layers[0]],
         block_overrides={place: blocks[layer] for place, layer in enumerate(layers) if layer != layers[0]} or None,
-        lm_head=LMHeadConfig(layer_norm=replace(norm), bias=False),
+        lm_head=ChunkedHeadConfig(layer_norm=replace(norm), bias=False),
         tie_word_embeddings=model.tie_embeddings,
         init_seed=config.train.seed,
         init_std=model.init_std,

@@ -39,9 +39,9 @@ class _LocalOperators(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        made = operator(*args, **(kwargs or {}))
-        self.seen(operator, args, kwargs or {}, made)
-        return made
+        result = operator(*args, **(kwargs or {}))
+        self.seen(operator, args, kwargs or {}, result)
+        return result
 
     def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         raise NotImplementedError
@@ -65,12 +65,12 @@ class CollectiveCounter(_LocalOperators):
         kind = next((kind for prefix, kind in _KINDS.items() if name.startswith(prefix)), None)
         if kind is None:
             return
-        given = (*args, *kwargs.values())
-        ranks = next(ranks for each in given if (ranks := _ranks_of(each)) is not None)
+        arguments = (*args, *kwargs.values())
+        ranks = next(ranks for each in arguments if (ranks := _ranks_of(each)) is not None)
         group = CollectiveGroup(kind, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0)
         returned = made if isinstance(made, tuple) else (made,)
         self._calls[group] += 1
-        self._bytes[group] += max(sum(_tensor_bytes(part)) for part in (*given, *returned))
+        self._bytes[group] += max(sum(_tensor_bytes(part)) for part in (*arguments, *returned))
 
 
 def _ranks_of(argument: Any) -> list[int] | None:
@@ -112,9 +112,9 @@ class MemoryCounter(_LocalOperators):
         self._resize = resize = torch.UntypedStorage.resize_
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-            made = resize(storage, size)
+            resized = resize(storage, size)
             self._set(storage, size)
-            return made
+            return resized
 
         torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign, assignment]
         super().__enter__()
@@ -165,7 +165,7 @@ class FlopCounter(_LocalOperators):
 
 
 def _branch_flops(seq_len: int, q: Tensor, v_width: int, branch: str, sizes: list[int]) -> float:
-    """Of the scores and of the weighted sum of values."""
+    """FLOPs of the scores and of the weighted sum of values."""
     reads = Geometry.from_ints(sizes).total_reads(seq_len)[branch] / seq_len
     return 2 * reads * (q.numel() + q.numel() // q.shape[-1] * v_width)
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import fully_shard
 
 from nsa.core.layer_positions import locate_layers
-from nsa.core.nsa_attention import NSAAttention
+from nsa.core.model_layers import attention_layers
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.model.init_skipped import InitSkipped
@@ -25,9 +25,9 @@ from nsa.model.loss import IGNORE
 from nsa.model.trainable_parameters import freeze_others
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.engine.deferred_imports import without_expert_blocks
-from nsa_train.train.engine.lm_head import ChunkedHead
 from nsa_train.train.engine.mixer import SharedPositions, own_part, transformer_config
-from nsa_train.train.parallel.context_layout import ContextGroup, context_group, own_layer_positions, own_tokens
+from nsa_train.train.parallel.context_exchange import ContextGroup, context_group
+from nsa_train.train.parallel.context_layout import own_layer_positions, own_tokens
 
 
 class EngineTransformer(Transformer):
@@ -38,7 +38,7 @@ class EngineTransformer(Transformer):
 
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         input_ids, labels, for_blocks, per_block, for_head = super()._prepare_inputs(input_ids, *args, **kwargs)
-        layers = [module for module in self.modules() if isinstance(module, NSAAttention)]
+        layers = list(attention_layers(self).values())
         cu_doc_lens, loss_divisor = (for_blocks.pop(name, None) for name in ("cu_doc_lens", "loss_div_factor"))
         for_blocks.pop("max_doc_len", None)
         if self.context is None:
@@ -119,11 +119,23 @@ class SelectiveCheckpoint(CheckpointWrapper):
 def build_transformer(config: RunConfig, vocab_size: int) -> EngineTransformer:
     """The run's model without weights, with checkpointed blocks where the config asks for selective ones. Parameters
     that are not trained are frozen as by the engine's `freeze_params`, which takes patterns of what is frozen."""
+    described = transformer_config(config, vocab_size)
     with InitSkipped():
-        model = transformer_config(config, vocab_size).build(init_device="meta")
-    model.__class__ = EngineTransformer  # the engine's config builds no subclass
-    model.lm_head.__class__ = ChunkedHead
-    assert isinstance(model, EngineTransformer)
+        # The engine's config builds its own class, with these arguments.
+        model = EngineTransformer(
+            d_model=described.d_model,
+            vocab_size=described.vocab_size,
+            n_layers=described.n_layers,
+            block=described.block,
+            block_overrides=described.block_overrides,
+            lm_head=described.lm_head,
+            dtype=described.dtype.as_pt(),
+            init_method=described.init_method,
+            init_device="meta",
+            init_seed=described.init_seed,
+            init_std=described.init_std,
+            tie_word_embeddings=described.tie_word_embeddings,
+        )
     average_over_layers(model)
     freeze_others(model, config.train.trainable)
     if config.runtime.gradient_checkpointing == "selective":

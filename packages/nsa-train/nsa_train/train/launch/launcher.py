@@ -67,25 +67,25 @@ class LaunchSettings:
     def nodes(self) -> tuple[int, int]:
         least, _, most = self.nnodes.partition(":")
         try:
-            found = int(least), int(most or least)
+            bounds = int(least), int(most or least)
         except ValueError:
-            found = (0, 0)
-        if not 1 <= found[0] <= found[1] or self.nproc < 1:
+            bounds = (0, 0)
+        if not 1 <= bounds[0] <= bounds[1] or self.nproc < 1:
             raise ConfigError(
                 f"--nnodes {self.nnodes} --nproc {self.nproc} cannot be launched: write the number of nodes as 4 or "
                 f"2:4, and at least one process each."
             )
-        if found[1] > 1 and self.rdzv_endpoint is None:
+        if bounds[1] > 1 and self.rdzv_endpoint is None:
             raise ConfigError(
                 f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT for the rendezvous. Give the name of one node "
                 f"and a free port, the same on all nodes."
             )
-        if found[1] == 1 and self.listen is not None:
+        if bounds[1] == 1 and self.listen is not None:
             raise ConfigError(
                 f"--listen {self.listen} is for several nodes: a single node listens on loopback only. Omit it, or set "
                 f"--nnodes."
             )
-        return found
+        return bounds
 
     @cached_property
     def address(self) -> str:

@@ -223,12 +223,12 @@ class SignedBackend(RendezvousBackend):
         return SEVERAL_NODES
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        found = self._inner.get_state()
-        return None if found is None else (self._open(found[0]), found[1])
+        state = self._inner.get_state()
+        return None if state is None else (self._open(state[0]), state[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self._inner.set_state(self._digest(state) + state, token)
-        return None if found is None else (self._open(found[0]), found[1], found[2])
+        answer = self._inner.set_state(self._digest(state) + state, token)
+        return None if answer is None else (self._open(answer[0]), answer[1], answer[2])
 
     def _open(self, signed: bytes) -> bytes:
         digest, state = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]

@@ -8,50 +8,107 @@ G kv groups · X width of a key or value
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 from torch.distributed import _functional_collectives as collectives
+from torch.distributed.distributed_c10d import GroupName
 
-from nsa.core.branches import BranchKeys, BranchStreams
+from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
 from nsa.core.document_layout import DocumentLayout
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.rope import rotate
-from nsa_train.train.parallel.context_layout import ContextGroup, ContextRow
-
-BranchesKeys = tuple[BranchKeys, BranchKeys, BranchKeys]
-
-
-def context_keys(layer: NSAAttention, new: BranchStreams, layout: DocumentLayout, row: ContextRow) -> BranchesKeys:
-    """What the branches of this rank's queries attend over. The largest exchange starts first."""
-    pos, start, first = layout[:3]
-    geometry, context = layer.geometry, row.context
-    if layer.kind == "window":
-        k_win, v_win = with_halos(context, [(new.k_win, geometry.w - 1), (new.v_win, geometry.w - 1)])
-        window = BranchKeys(k_win, v_win, pos, row.window_start_BS)
-        return window, window, window
-    k_sel, v_sel = (gathered_pieces(context, x) for x in (new.k_sel, new.v_sel))
-    if layer.kind == "dense":
-        tokens = BranchKeys(in_row_order(row, k_sel), in_row_order(row, v_sel), pos, start)
-        return tokens, tokens, tokens
-    of_values = geometry.l - 1 if "compressed" in layer.branches else 0
-    reaches = [(new.k_cmp, geometry.l - 1), (new.v_cmp, of_values)]
-    if "sliding" in layer.branches:
-        reaches += [(x, geometry.w - 1) for x in (new.k_win, new.v_win)]
-    k_cmp, v_cmp, *windows = with_halos(context, reaches)
-    pooled = _pooled_keys(layer, k_cmp, layout, row), layer.compress_values(v_cmp, layout.begin_BC)
-    widths = [x.shape[-1] for x in pooled]
-    k_cmp, v_cmp = gathered_entries(row, torch.cat(pooled, -1)).split(widths, -1)
-    selected = BranchKeys(in_row_order(row, k_sel), in_row_order(row, v_sel), pos, start)
-    window = BranchKeys(windows[0], windows[1], pos, row.window_start_BS) if windows else selected
-    return BranchKeys(k_cmp, v_cmp, pos, first), selected, window
+from nsa.core.rope import Tables, rotate
+from nsa.kernels.registry import KernelPlan
+from nsa_train.train.parallel.row_split import RowSplit
 
 
-def compressed_keys(layer: NSAAttention, k_BSGK: Tensor, layout: DocumentLayout, row: ContextRow) -> Tensor:
-    """All compressed keys of the row, of this rank's raw keys."""
-    (k_cmp,) = with_halos(row.context, [(k_BSGK, layer.geometry.l - 1)])
-    return gathered_entries(row, _pooled_keys(layer, k_cmp, layout, row))
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share a row."""
+
+    split: RowSplit
+    group: GroupName
+    """Name of the process group."""
+
+
+def context_group(mesh: DeviceMesh, *, zigzag: bool) -> ContextGroup:
+    """The group of a 1-d mesh of the ranks that share a row."""
+    return ContextGroup(RowSplit(mesh.size(), mesh.get_local_rank(), zigzag), mesh.get_group().group_name)
+
+
+@dataclass(frozen=True)
+class RowExchange:
+    """`nsa.core.positions.KeyExchange` among the ranks that share a row; made once per pass for all layers.
+
+    In the layout of own tokens `begin_BC` and `block_pos_BC` are of this rank's own slots: places on the axis of its
+    pieces, each with a halo of l − 1 tokens.
+    """
+
+    context: ContextGroup
+    window_start_BS: Tensor
+    """Where position 0 of each query's document lies on the axis of this rank's pieces with halos of w − 1 tokens."""
+    order: Tensor
+    """Where each piece of the row is after a gather: [pieces]."""
+    source_C: Tensor
+    """Where each compressed block of the row is after a gather: [C]."""
+    block_tables: Tables
+    """Rotations of the last token of each own block."""
+
+    def keys(self, layer: NSAAttention, new: BranchStreams, layout: DocumentLayout) -> AttendedKeys:
+        """What the branches of this rank's queries attend over. The largest exchange starts first."""
+        pos, start, first = layout[:3]
+        geometry, context = layer.geometry, self.context
+        if layer.kind == "window":
+            k_win, v_win = with_halos(context, [(new.k_win, geometry.w - 1), (new.v_win, geometry.w - 1)])
+            window = BranchKeys(k_win, v_win, pos, self.window_start_BS)
+            return window, window, window
+        k_sel, v_sel = (gathered_pieces(context, x) for x in (new.k_sel, new.v_sel))
+        if layer.kind == "dense":
+            tokens = BranchKeys(self._in_row_order(k_sel), self._in_row_order(v_sel), pos, start)
+            return tokens, tokens, tokens
+        of_values = geometry.l - 1 if "compressed" in layer.branches else 0
+        reaches = [(new.k_cmp, geometry.l - 1), (new.v_cmp, of_values)]
+        if "sliding" in layer.branches:
+            reaches += [(x, geometry.w - 1) for x in (new.k_win, new.v_win)]
+        k_cmp, v_cmp, *windows = with_halos(context, reaches)
+        pooled = self._pooled_keys(layer, k_cmp, layout), layer.compress_values(v_cmp, layout.begin_BC)
+        widths = [x.shape[-1] for x in pooled]
+        k_cmp, v_cmp = self._gathered_entries(torch.cat(pooled, -1)).split(widths, -1)
+        selected = BranchKeys(self._in_row_order(k_sel), self._in_row_order(v_sel), pos, start)
+        window = BranchKeys(windows[0], windows[1], pos, self.window_start_BS) if windows else selected
+        return BranchKeys(k_cmp, v_cmp, pos, first), selected, window
+
+    def compressed_keys(self, layer: NSAAttention, k_BSGK: Tensor, layout: DocumentLayout) -> Tensor:
+        """All compressed keys of the row, of this rank's raw keys."""
+        (k_cmp,) = with_halos(self.context, [(k_BSGK, layer.geometry.l - 1)])
+        return self._gathered_entries(self._pooled_keys(layer, k_cmp, layout))
+
+    def plan(self, layer: NSAAttention, run: KernelPlan) -> KernelPlan:
+        """The layer's backends, with sliding attention piece by piece where a rank has several."""
+        slots = self.context.split.slots
+        if slots == 1 or layer.kind == "dense":
+            return run
+        sliding = partial(slide_by_piece, run.functions.sliding, slots)
+        return run._replace(functions=run.functions._replace(sliding=sliding))
+
+    def _in_row_order(self, pieces: Tensor) -> Tensor:
+        """`gathered_pieces` as [B, T, G, X]."""
+        if self.context.split.zigzag:
+            pieces = pieces.index_select(0, self.order)
+        return pieces.transpose(0, 1).flatten(1, 2)
+
+    def _gathered_entries(self, entries: Tensor) -> Tensor:
+        """Entries of own slots as the compressed blocks of the row: [B, C, G, X]."""
+        slots = gathered_pieces(self.context, entries)
+        return slots.transpose(0, 1).flatten(1, 2).index_select(1, self.source_C)
+
+    def _pooled_keys(self, layer: NSAAttention, k_cmp: Tensor, layout: DocumentLayout) -> Tensor:
+        k_BCGK = layer.phi_k(k_cmp, layout.begin_BC)
+        return rotate(k_BCGK, self.block_tables) if layer.rope_compressed == "after" else k_BCGK
 
 
 def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
@@ -71,34 +128,16 @@ def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> 
     n_received = sum(plan.received)
     # Also where nothing was received: the exchange must stay in the graph.
     halos = torch.cat([packed.new_zeros(split.slots - n_received, width), received.view(n_received, width)])
-    made = []
+    extended = []
     for halo, tail, x in zip(halos.split([tail[0].numel() for tail in tails], 1), tails, pieces, strict=True):
-        made.append(torch.cat([halo.view(tail.shape), x], 2).transpose(0, 1).flatten(1, 2))
-    return made
+        extended.append(torch.cat([halo.view(tail.shape), x], 2).transpose(0, 1).flatten(1, 2))
+    return extended
 
 
 def gathered_pieces(context: ContextGroup, x_BSGX: Tensor) -> Tensor:
     """All pieces of the row, rank after rank: [pieces, B, P, G, X]. Returns at once; its first use waits for it."""
     pieces = x_BSGX.unflatten(1, (context.split.slots, -1)).transpose(0, 1).contiguous()
     return collectives.all_gather_single(pieces, 0, context.group)
-
-
-def in_row_order(row: ContextRow, pieces: Tensor) -> Tensor:
-    """`gathered_pieces` as [B, T, G, X]."""
-    if row.context.split.zigzag:
-        pieces = pieces.index_select(0, row.order)
-    return pieces.transpose(0, 1).flatten(1, 2)
-
-
-def gathered_entries(row: ContextRow, entries: Tensor) -> Tensor:
-    """Entries of own slots as the compressed blocks of the row: [B, C, G, X]."""
-    slots = gathered_pieces(row.context, entries)
-    return slots.transpose(0, 1).flatten(1, 2).index_select(1, row.source_C)
-
-
-def _pooled_keys(layer: NSAAttention, k_cmp: Tensor, layout: DocumentLayout, row: ContextRow) -> Tensor:
-    k_BCGK = layer.phi_k(k_cmp, layout.begin_BC)
-    return rotate(k_BCGK, row.block_tables) if layer.rope_compressed == "after" else k_BCGK
 
 
 def slide_by_piece(sliding: Callable[..., Any], slots: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor,
@@ -115,5 +154,5 @@ def slide_by_piece(sliding: Callable[..., Any], slots: int, q: Tensor, k: Tensor
 
     begins = torch.arange(slots, device=k.device)[:, None] * n_keys
     start = (start.unflatten(1, (slots, -1)) - begins).flatten(0, 1)
-    made = sliding(as_rows(q), as_rows(k), as_rows(v), as_rows(pos), start, **options)
-    return tuple(as_pieces(x) for x in made) if isinstance(made, tuple) else as_pieces(made)
+    output = sliding(as_rows(q), as_rows(k), as_rows(v), as_rows(pos), start, **options)
+    return tuple(as_pieces(x) for x in output) if isinstance(output, tuple) else as_pieces(output)

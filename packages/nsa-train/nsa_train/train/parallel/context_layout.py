@@ -10,54 +10,18 @@ n slots for compressed blocks of a piece: as many as can end in it, whatever doc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
 
 from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
-from nsa.core.rope import Tables
 from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
+from nsa_train.train.parallel.context_exchange import ContextGroup, RowExchange
 from nsa_train.train.parallel.row_split import RowSplit
-
-
-@dataclass(frozen=True)
-class ContextGroup:
-    """The ranks that share a row."""
-
-    split: RowSplit
-    group: GroupName
-    """Of the process group."""
-
-
-def context_group(mesh: DeviceMesh, *, zigzag: bool) -> ContextGroup:
-    """Of a 1-d mesh of the ranks that share a row."""
-    return ContextGroup(RowSplit(mesh.size(), mesh.get_local_rank(), zigzag), mesh.get_group().group_name)
-
-
-@dataclass(frozen=True)
-class ContextRow:
-    """What `context_exchange` needs besides a `DocumentLayout` of own tokens; made once per pass for all layers.
-
-    In that layout `begin_BC` and `block_pos_BC` are of this rank's own slots: places on the axis of its pieces, each
-    with a halo of l − 1 tokens.
-    """
-
-    context: ContextGroup
-    window_start_BS: Tensor
-    """Where position 0 of each query's document lies on the axis of this rank's pieces with halos of w − 1 tokens."""
-    order: Tensor
-    """Where each piece of the row is after a gather: [pieces]."""
-    source_C: Tensor
-    """And each compressed block of the row."""
-    block_tables: Tables
-    """Rotations of the last token of each own block."""
 
 
 def own_tokens(split: RowSplit, x_BT: Tensor) -> Tensor:
@@ -74,12 +38,12 @@ def own_layer_positions(
     labels: LossLabels | None = None,
 ) -> list[Positions]:
     """`own_positions` of every layer, made once for all that rotate alike and have the same window."""
-    made: dict[Any, Positions] = {}
+    positions: dict[Any, Positions] = {}
     keys = [(layer.rotary.key, layer.geometry.w) for layer in layers]
     for key, layer in zip(keys, layers, strict=True):
-        if key not in made:
-            made[key] = own_positions(context, layer, shape, cu_doc_lens, own_BS, labels=labels)
-    return [made[key] for key in keys]
+        if key not in positions:
+            positions[key] = own_positions(context, layer, shape, cu_doc_lens, own_BS, labels=labels)
+    return [positions[key] for key in keys]
 
 
 def own_positions(
@@ -113,7 +77,7 @@ def own_positions(
     starts = zip(_parts(split, whole.start_BS), begins, strict=True)
     begin_BC, block_pos_BC, source_C = _own_blocks(split, whole, length, geometry)
     last_BC = (block_pos_BC + geometry.l - 1).clamp(max=length - 1)
-    row = ContextRow(
+    exchange = RowExchange(
         context,
         window_start_BS=torch.cat([part + begin for part, begin in starts], 1),
         order=_places(split, torch.arange(split.n_pieces, device=device)),
@@ -122,7 +86,7 @@ def own_positions(
     )
     layout = DocumentLayout(pos_BS, start_BS, first_BS, begin_BC, block_pos_BC)
     tables = layer.rotary.tables(pos_BS, dtype, length)
-    return Positions(layout, tables, sample=sample, elsewhere=row)
+    return Positions(layout, tables, sample=sample, exchange=exchange)
 
 
 def _axis_begin(slot: int, piece: int, reach: int) -> int:

@@ -20,26 +20,28 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from nsa.core.attention_holder import AttentionHolder
 from nsa.core.compression import BlockCompressor
 from nsa.core.nsa_attention import NSAAttention
 
 _GROUP_AXIS = 2
-"""Of queries and keys where they are normalised: [B, S, G, heads or branches, K]."""
+"""Axis of groups, of queries and keys where they are normalised: [B, S, G, heads or branches, K]."""
 
 
 def shard_by_group(
-    layer: NSAAttention,
+    holder: AttentionHolder,
     mesh: DeviceMesh,
     *,
     input_layout: Placement | None = None,
     output_layout: Placement | None = None,
     use_local_output: bool = True,
 ) -> None:
-    """Divide a layer among the ranks of a mesh of one dimension, whose size must divide the number of groups.
+    """Divide a held layer among the ranks of a mesh of one dimension, whose size must divide the number of groups.
 
     All parameters become DTensors of the same names and whole shapes; the layer's counts of heads and groups become
     those of one rank. A layout that is not given is `Replicate`.
     """
+    layer = holder.layer
     plan: dict[str, ParallelStyle] = {
         **{name: ColwiseParallel() for name in ("w_q", "w_k", "w_v")},
         # The sum over ranks is left to the layer's own output, whose rows packed into one are separate again.
@@ -56,12 +58,12 @@ def shard_by_group(
         }
     parallelize_module(layer, mesh, plan)
     parallelize_module(
-        layer,
+        holder,
         mesh,
         PrepareModuleInput(input_layouts=(input_layout or Replicate(),), desired_input_layouts=(Replicate(),)),
     )
     parallelize_module(
-        layer,
+        holder,
         mesh,
         PrepareModuleOutput(
             output_layouts=(Partial(),),
@@ -76,19 +78,16 @@ def _count_own_groups(layer: NSAAttention, ranks: int) -> None:
     assert layer.n_kv_groups % ranks == 0  # nsa_train.config.parallel_rules
     layer.n_heads //= ranks
     layer.n_kv_groups //= ranks
-    layer.shape = layer.shape._replace(n_kv_groups=layer.n_kv_groups)
+    layer.strategy.shape = layer.strategy.shape._replace(n_kv_groups=layer.n_kv_groups)
     if layer.gates is not None:
         layer.gates.n_groups //= ranks
     # The selector loss is a mean over groups, of which every rank has as many.
     layer.selector_weight /= ranks
 
 
-class GroupShardedCompressor(BlockCompressor):
-    """φ of this rank's groups."""
-
-    def own(self, parameter: Tensor) -> Tensor:
-        assert isinstance(parameter, DTensor)
-        return parameter.to_local()
+def _own_groups(parameter: Tensor) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
 
 
 def _shard_compressor(compressor: BlockCompressor, mesh: DeviceMesh) -> None:
@@ -96,4 +95,4 @@ def _shard_compressor(compressor: BlockCompressor, mesh: DeviceMesh) -> None:
         axis = 1 if name == "pos_emb" else 0  # [l, G, X]; the others begin with G
         sharded = distribute_tensor(parameter.detach(), mesh, [Shard(axis)], src_data_rank=None)
         compressor.register_parameter(name, nn.Parameter(sharded))
-    compressor.__class__ = GroupShardedCompressor
+    compressor.own = _own_groups

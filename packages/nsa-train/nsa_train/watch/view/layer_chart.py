@@ -45,13 +45,13 @@ def mass_parts(row: Mapping[str, Any]) -> tuple[float, ...] | None:
 def layer_advice(layers: Mapping[str, Any]) -> str:
     """One sentence: which option of `nsa convert` to use, and what it removes."""
     where = f"on {layers.get('rows', UNKNOWN)} rows of {layers.get('seq_len', UNKNOWN)} tokens"
-    kept, removed = layers.get("keep_dense"), layers.get("removed")
-    if not kept or removed is None:
+    n_kept, removed = layers.get("keep_dense"), layers.get("removed")
+    if not n_kept or removed is None:
         return (
             f"The models are equal up to rounding {where}: on short rows sparse layers read every key. Evaluate longer "
             f"rows with --seq-len."
         )
-    option = ",".join(map(str, kept))
+    option = ",".join(map(str, n_kept))
     return (
         f"`nsa convert --keep-dense {option}` removes {share(removed)} of the divergence from the dense model "
         f"({number(layers['divergence'])} nats per token {where})."
