@@ -67,17 +67,23 @@ class ForkedProcess:
         self.pid = int(self._answer.readline())
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+        if self.returncode is None and self._ended(0):
             self._read_status()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._connection], [], [], timeout)[0]:
+            if not self._ended(timeout):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             self._read_status()
         assert self.returncode is not None
         return self.returncode
+
+    def _ended(self, timeout: float | None) -> bool:
+        # Not select.select, which refuses file numbers above 1,023.
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def _read_status(self) -> None:
         status, cpu_s = self._answer.readline().split()

@@ -1,8 +1,10 @@
 """Atomic writes, fsync order, file locks, and errors that name the file system that is full."""
 
 import errno
+import fcntl
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from nsa.files import (
     file_lock,
     no_room_error,
     open_regular,
+    readable,
     temporary_cache_folder,
     try_lock,
     unlock,
@@ -222,3 +225,21 @@ def test_a_temporary_cache_that_others_could_have_written_is_not_used(squat, tmp
     second = temporary_cache_folder("kernels")
     assert second != first
     assert second.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_pipe_is_waited_for_whatever_its_number(tmp_path):
+    reading, writing = os.pipe()
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most[1]), most[1]))
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 2000)
+    try:
+        assert not readable(high, 0)
+        os.write(writing, b"x")
+        assert readable(high, 0)
+        os.read(high, 1)
+        os.close(writing)
+        assert readable(high, 0)  # it has ended
+    finally:
+        os.close(high)
+        os.close(reading)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)

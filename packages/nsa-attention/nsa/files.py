@@ -10,6 +10,7 @@ import fcntl
 import functools
 import hashlib
 import os
+import select
 import shutil
 import stat
 import tempfile
@@ -17,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
 from nsa.errors import CheckpointError, DataError, NSAError
 
@@ -270,3 +271,11 @@ def hash_of_files(files: Iterable[Path], folder: Path) -> str:
     for file in sorted(files):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:20]
+
+
+def readable(file: int | IO[Any], timeout_s: float) -> bool:
+    """Whether a pipe has something to read, or has ended, within this time. `select.select` refuses file numbers above
+    1,023, which a process with many open files has."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

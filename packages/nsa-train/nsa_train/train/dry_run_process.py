@@ -8,7 +8,6 @@ is closed, so it does not outlive its parent.
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from nsa.files import remove_scratch_of
+from nsa.files import readable, remove_scratch_of
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa_train.planning.host_memory import process_memory
@@ -130,7 +129,7 @@ def _follow(
         return None
     deadline, output, text = time.monotonic() + limits.time_s, child.stdout.fileno(), b""
     while True:
-        if select.select([output], [], [], _POLL_S)[0]:
+        if readable(output, _POLL_S):
             read = os.read(output, 65536)
             if not read:
                 return None

@@ -5,12 +5,13 @@ An illegal access leaves a GPU's context unusable, and a hang cannot be ended fr
 
 import json
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
+
+from nsa.files import readable
 
 EXIT_GRACE_S = 20.0
 _MOST_CHARACTERS = 300
@@ -55,7 +56,7 @@ def child_messages(
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             waiting = b""
             while not left:
-                if not select.select([pipe], [], [], silence_s)[0]:
+                if not readable(pipe, silence_s):
                     why = f"no message for {silence_s:.0f} s: killed"
                     break
                 read = pipe.read(1 << 16)
