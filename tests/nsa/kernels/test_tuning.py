@@ -22,7 +22,7 @@ import triton
 
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton import autotune, tuning
-from nsa.kernels.triton.autotune import Launch, TileTuner, Work, _run, key_of, tuned
+from nsa.kernels.triton.autotune import Launch, TileTuner, Work, key_of, run, tuned
 from nsa.kernels.triton.tile_store import TileStore, set_tuning
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
 from proofs import import_path
@@ -226,26 +226,26 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_it_is_off_unless_asked_for(gpu):
-    _run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
+    run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
     """As under the interpreter, whose one configuration is the table's."""
-    _run(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare))
+    run(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare))
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_fp32_keeps_the_table_and_has_smaller_tiles(gpu, tuning_on):
     small = choose("range_forward", 64, element_size=4)
     gpu.kernel.takes[small] = 1.0
-    _run(tuned("range_forward", OnGpu(torch.float32), 64, gpu.prepare))
+    run(tuned("range_forward", OnGpu(torch.float32), 64, gpu.prepare))
     assert gpu.kernel.ran == [small]
     assert (small == choose("range_forward", 64)) == triton.knobs.runtime.interpret
 
 
 def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
-    _run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
+    run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
     assert gpu.kernel.ran[-1] == candidates("range_forward")[3]
     assert list(gpu.store.read()) == ["range_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
 

@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class Launch(NamedTuple):
-    """A kernel over a grid. The caller runs it, `kernel[grid](*arguments, **constants)`: no function stands between."""
+    """A kernel over a grid. In a forward pass the caller runs it, `kernel[grid](*arguments, **constants)`, without a
+    function in between; `run` does it elsewhere."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -69,7 +70,8 @@ def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
     return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG_QUERIES else 'short'}"
 
 
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Launch what one choice of tiles computes."""
     for kernel, grid, arguments, constants in work.launches:
         kernel[grid](*arguments, **constants)
 
@@ -120,7 +122,7 @@ class TileTuner:
             if reasons := self._refusals(_compiled(prepare(tiles))):
                 _log.info("%s: %s refused, %s", key, tiles, "; ".join(reasons))
                 continue
-            times[tiles] = self._measure(lambda tiles=tiles: _run(prepare(tiles)))  # type: ignore[misc]
+            times[tiles] = self._measure(lambda tiles=tiles: run(prepare(tiles)))  # type: ignore[misc]
         table = candidates[0]
         if not times:
             _log.warning("%s: every candidate was refused; the table's tiles stay.", key)

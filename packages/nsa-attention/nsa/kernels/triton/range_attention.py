@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
-from nsa.kernels.triton.autotune import Launch, Work, tuned
+from nsa.kernels.triton.autotune import Launch, Work, run, tuned
 from nsa.kernels.triton.bounds import KeyBounds, key_bounds, seen_by
 from nsa.kernels.triton.device.range_backward import add_parts_kernel, range_dkv_kernel, range_dq_kernel
 from nsa.kernels.triton.device.range_forward import range_forward_kernel
@@ -68,11 +68,10 @@ def range_backward(
             launches.append(Launch(add_parts_kernel, grid, (*sums, dk, dv, B * T * G, parts), of_sums))
         return Work(launches, (dk, dv))
 
-    for kernel, grid, arguments, constants in tuned("range_dq", q, V, prepare_dq).launches:
-        kernel[grid](*arguments, **constants)
-    launches, (dk, dv) = tuned("range_dkv", q, V, prepare_dkv)
-    for kernel, grid, arguments, constants in launches:
-        kernel[grid](*arguments, **constants)
+    run(tuned("range_dq", q, V, prepare_dq))
+    of_keys = tuned("range_dkv", q, V, prepare_dkv)
+    run(of_keys)
+    dk, dv = of_keys.results
     return dq, dk, dv
 
 

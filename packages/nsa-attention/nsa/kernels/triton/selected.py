@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
-from nsa.kernels.triton.autotune import Launch, Work, tuned
+from nsa.kernels.triton.autotune import Launch, Work, run, tuned
 from nsa.kernels.triton.block_index import BlockIndex, build_block_index
 from nsa.kernels.triton.device.selected_backward import (
     add_pieces_kernel,
@@ -90,11 +90,11 @@ def selected_backward(
     for some in all_spans:
         queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
         index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
-        launches, (slots, *sums) = _windows_backward(
+        work = _windows_backward(
             dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
         )  # fmt: skip
-        for kernel, grid, arguments, constants in launches:
-            kernel[grid](*arguments, **constants)
+        run(work)
+        slots, *sums = work.results
         add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
             idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
             G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
