@@ -129,13 +129,13 @@ class _BlockTensors:
         self.blocks = geometry.n_compressed(one.seq_len)
         self.own_blocks = -(-self.blocks // one.cp)
         self.gates = self.heads if nsa.gate_per == "head" else self.groups
-        branches = LAYER_KINDS[kind].branches
+        strategy, branches = LAYER_KINDS[kind]
+        attention = strategy.own_config(config.attention)
         self.branches, self.selects, self.gated = len(branches), "selected" in branches, "compressed" in branches
         self.windowed = "sliding" in branches and kind != "dense"
-        self.selector_loss = nsa.selector_loss > 0 and self.selects and (self.gated or self.phi.has_weights)
+        self.selector_loss = attention.selector.loss > 0 and self.selects
         self.qk_norm = model.qk_norm
-        streams = (1, 1) if kind == "merged" else config.attention.kv_streams
-        self.key_streams, self.value_streams = (min(n, self.branches) for n in streams)
+        self.key_streams, self.value_streams = (min(n, self.branches) for n in attention.kv_streams)
         self.raw_branches = min(self.key_streams, sum(branch in branches for branch in ("selected", "sliding")))
 
     def saved(self) -> int:
