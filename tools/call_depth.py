@@ -20,7 +20,7 @@ import torch
 import nsa
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.cpu import library
-from nsa.kernels.registry import BackendRequest
+from nsa.kernels.registry import BACKENDS, BackendRequest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = str(Path(nsa.__file__).parent)
@@ -96,22 +96,15 @@ def measure(backend: str, recording: Callable[[Calls], Any]) -> dict[str, Calls]
 
 
 def main() -> int:
-    backends = {"cpu": c_calls}
-    if _interpreted():
+    backends: dict[str, Callable[[Calls], Any]] = {"cpu": c_calls}
+    shape = NSAAttention(64, **SIZES).strategy.shape
+    if BACKENDS["triton"].why_not("sliding", torch.device("cpu"), torch.float32, shape) is None:  # interpreted
         backends["triton"] = triton_launches
     for backend, recording in backends.items():
         for name, calls in measure(backend, recording).items():
             for kernel, functions in sorted(calls.items()):
                 print(f"{backend:7} {name:12} {kernel:26} {len(functions)}  {' → '.join(functions)}")
     return 0
-
-
-def _interpreted() -> bool:
-    try:
-        import triton
-    except ModuleNotFoundError:
-        return False
-    return bool(triton.knobs.runtime.interpret)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,18 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LIBRARY = Path("packages/nsa-attention")
 WORKER = """
-import hashlib, json, os, sys, time, torch
+import hashlib, json, sys, time, torch
+from contextlib import nullcontext
 torch.set_num_threads(1)
 from nsa import NSAAttention, NSATransformer
+from nsa.bench.machine import real_time_priority, require_real_time
+from nsa.errors import ConfigError
+
+try:
+    require_real_time()
+    priority = real_time_priority
+except ConfigError:
+    priority = nullcontext
 
 torch.manual_seed(0)
 layer = NSAAttention(768, 12, 2, 64, 64)
@@ -77,14 +86,10 @@ for line in sys.stdin:
         print(bits(*json.loads(line)), flush=True)
         continue
     cache.crop(8192)
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    except OSError:
-        pass
-    began = time.perf_counter()
-    works[line.strip()]()
-    took = time.perf_counter() - began
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    with priority():
+        began = time.perf_counter()
+        works[line.strip()]()
+        took = time.perf_counter() - began
     print(took, flush=True)
 """
 KINDS = ("nsa", "dense", "window", "global", "merged")
