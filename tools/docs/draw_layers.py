@@ -1,6 +1,6 @@
-"""docs/layers.svg: the packages of nsa/ in layers, from the table that tests/test_imports_point_down.py enforces."""
+"""Pictures of ARCHITECTURE.md: modules in layers, from the tables of tests/test_imports_point_down.py."""
 
-from tests.test_imports_point_down import LAYERS
+from tests.test_imports_point_down import LIBRARY_LAYERS, TRAINER_LAYERS
 
 WIDTH, ROW, TOP, GAP, LABEL = 1080, 54, 44, 12, 110
 PURPOSE = {
@@ -43,10 +43,18 @@ STYLE = (
 )
 
 
-def text() -> str:
-    rows = [[package for package in row if package != "__init__"] for row in LAYERS]
+def library() -> str:
+    return _picture("nsa-attention", LIBRARY_LAYERS)
+
+
+def trainer() -> str:
+    return _picture("nsa-train", TRAINER_LAYERS)
+
+
+def _picture(name: str, layers: tuple[tuple[str, ...], ...]) -> str:
+    rows = [[package for package in row if package != "__init__"] for row in layers]
     parts = [
-        f'<text x="{LABEL}" y="22" class="note">A package imports only from rows below its own.</text>',
+        f'<text x="{LABEL}" y="22" class="note">{name}: a package imports only from rows below its own.</text>',
         f'<path class="arrow" d="M{LABEL - 30} {TOP} V{TOP + len(rows) * ROW - 16} m-5 -9 l5 9 l5 -9"/>',
         f'<text x="{LABEL - 44}" y="{TOP + len(rows) * ROW / 2}" class="note" text-anchor="end">imports</text>',
     ]
@@ -63,5 +71,5 @@ def text() -> str:
     height = TOP + len(rows) * ROW + 4
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">{STYLE}'
-        f"<title>Packages of nsa in layers</title>{''.join(parts)}</svg>\n"
+        f"<title>Packages of {name} in layers</title>{''.join(parts)}</svg>\n"
     )

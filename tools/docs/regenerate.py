@@ -42,7 +42,8 @@ PAGES: dict[str, Callable[[], str]] = {
     **{f"docs/{name}": lambda name=name: config_docs.pages()[name] for name in config_docs.pages()},  # type: ignore[misc]
     "docs/RUNBOOK.md": _runbook,
     "docs/attention_map.svg": draw_attention_map.text,
-    "docs/layers.svg": draw_layers.text,
+    "docs/layers_library.svg": draw_layers.library,
+    "docs/layers_trainer.svg": draw_layers.trainer,
     "docs/FINDING_PAGES.md": site_search.text,
     **reference_pages.PAGES,
     **draw_concepts.PICTURES,

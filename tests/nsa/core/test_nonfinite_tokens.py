@@ -1,6 +1,6 @@
 """A token that is not finite: other documents, other rows and earlier tokens stay as they are, on every CPU backend.
 
-Triton multiplies hidden values by a weight of 0, whatever they hold: docs/ARCHITECTURE.md.
+Triton multiplies hidden values by a weight of 0, whatever they hold: docs/DESIGN.md.
 """
 
 import pytest
