@@ -45,8 +45,8 @@ PreemptMode=REQUEUE
 ReturnToService=2
 KillWait={kill_wait}
 GresTypes=gpu
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=2 Gres=gpu:{gpus}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=2 Gres=gpu:{gpus}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=2 RealMemory=4096 Gres=gpu:{gpus}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=2 RealMemory=4096 Gres=gpu:{gpus}
 PartitionName=batch Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime={grace}
 PartitionName=urgent Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 """

@@ -1,5 +1,6 @@
-"""ops/slurm/train.sbatch on a real Slurm: two virtual nodes on loopback, real ranks of a small model."""
+"""ops/slurm/train.sbatch and `nsa data prepare` on a real Slurm: two virtual nodes on loopback, real small work."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,8 +8,13 @@ import pytest
 
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.data.prepare.plan import make_plan
+from nsa_train.data.prepare.run import prepare
+from nsa_train.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.heartbeat_file import last_beat, read_beats
+from nsa_train.shipped import CORPUS
+from nsa_train.storage import StorageFolder
 from nsa_train.train.launch.launcher import LOGS
 from tests.nsa_train.train.runs import ROOT, write_config
 from tests.ops.needs import programs, root
@@ -149,3 +155,25 @@ def test_a_wrong_config_fails_with_its_code_and_does_not_come_back(cluster, tmp_
     run = Training(cluster, tmp_path, "train.stepz=3")
     assert run.end() == ("FAILED", "20:0", "0"), run.said()
     assert "Did you mean train.steps?" in run.said()
+
+
+def test_a_preparation_runs_as_an_array_and_writes_the_same_set(cluster, tmp_path):
+    """Eight tasks, at most three at once, then the manifest; the same command again finds the set finished."""
+    out, log = tmp_path / "set", tmp_path / "log"
+    command = [
+        sys.executable, "-m", "nsa_train.cli", "data", "prepare", str(CORPUS), str(out), "--held-out", "0.05",
+        "--units-per-task", "1", "--workers", "3", "--slurm-partition", "batch", "--slurm-log", str(log),
+        "--slurm-time", "00:10:00",
+    ]  # fmt: skip
+    submitted = subprocess.run(command, env=cluster.env, capture_output=True, text=True, check=True).stdout
+    manifest_job = SlurmJob(cluster, submitted.partition(" and ")[2].partition(",")[0])
+    facts = manifest_job.wait_for(*ENDED)
+    said = "\n".join(path.read_text() for path in log.glob("*.out"))
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), said
+    plan = make_plan(str(CORPUS), "byte", held_out_fraction=0.05, units_per_task=1)
+    local = prepare(plan, str(tmp_path / "local"), workers=2)
+    assert len(plan.tasks()) == 8
+    assert read_manifest(StorageFolder(str(out))) == local
+    assert (out / MANIFEST_NAME).read_bytes() == (tmp_path / "local" / MANIFEST_NAME).read_bytes()
+    again = subprocess.run(command, env=cluster.env, capture_output=True, text=True, check=True).stdout
+    assert "finished" in again

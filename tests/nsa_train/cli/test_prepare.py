@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa.errors import ConfigError, DataError, OutputError
+from nsa_train.cli.data import _progress_text
 from nsa_train.cli.main import app
-from nsa_train.cli.prepare import _progress_text
+from nsa_train.cli.prepared_set import _SHIPPED_MODELS, advise
 from nsa_train.cli.train import _progress
 from nsa_train.config import load
 from nsa_train.data.prepare.run import PrepareProgress
 from nsa_train.data.tokenizer import train_bpe
-from nsa_train.planning.data_size import _SHIPPED_MODELS, advise
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,7 +92,7 @@ def test_the_live_line_drops_parts_and_cuts_none(width: int) -> None:
 
 
 def test_progress_has_a_share_and_the_time_left() -> None:
-    progress = PrepareProgress("tokenize", 1, 4, 30, 10, 50, 99, 2_000_000, 10.0)
+    progress = PrepareProgress("tokenize", 30, 10, 50, 2_000_000, 10.0)
     assert progress.left_s == pytest.approx(10.0)
     line = _progress_text(progress)
     assert "60%" in line

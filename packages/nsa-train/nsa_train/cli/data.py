@@ -1,23 +1,207 @@
 """`nsa data`: train a tokenizer, prepare token shards, and check that a source can be read."""
 
+import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from nsa.errors import OutputError
-from nsa_train.cli import prepare, prepared_set
+from nsa.errors import ConfigError, OutputError
+from nsa_train.cli import prepared_set
 from nsa_train.cli.outputs import print_line, require_writable_file
-from nsa_train.cli.prepare import SourceOption, TokenizerOption
 from nsa_train.cli.progress_line import ProgressLine
+
+if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
+    from nsa_train.data.prepare.run import PrepareProgress
 
 data_app = typer.Typer(help="Train a tokenizer, prepare token shards, and check training data.", no_args_is_help=True)
 _tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
 data_app.add_typer(_tokenizer_app, name="tokenizer")
-data_app.command()(prepare.prepare)
-data_app.command()(prepare.bootstrap)
+
+_SourceOption = Annotated[
+    str | None,
+    typer.Option(help="Folder, glob pattern, URL or hub dataset id. Default: the 10 BT sample of FineWeb-Edu."),
+]
+_TokenizerOption = Annotated[
+    str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
+]
+_WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
+]
+_HeldOutOption = Annotated[
+    float, typer.Option(help="Fraction of documents for the validation split, selected by a hash of the document id.")
+]
+
+_ENOUGH_HELD_OUT_TOKENS = 16 * 2048
+"""Tokens of an evaluation with the default settings: train.eval_batches rows of train.seq_len tokens."""
+_BAR_WIDTH = 20
+_MORE_DOCUMENTS = "Prepare more documents (a text file is one: divide large ones)"
+_SMOKE_BATCHES = 4
+
+
+@data_app.command()
+def prepare(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Corpus: folder, file, glob pattern, URL, s3:// prefix or hub dataset id."),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder or s3:// prefix.")],
+    tokenizer: _TokenizerOption = "byte",
+    workers: _WorkersOption = None,
+    held_out: _HeldOutOption = 0.0005,
+    dedup: Annotated[
+        bool,
+        typer.Option("--dedup", help="Keep only the first of documents with exactly the same text; reads SRC twice."),
+    ] = False,
+    encoding: Annotated[
+        str, typer.Option(help="Encoding of text files that are neither UTF-8 nor have a byte order mark.")
+    ] = "cp1252",
+    shard_tokens: Annotated[
+        int, typer.Option(help="Tokens per shard; a shard ends at the first document end beyond it.")
+    ] = 2**28,
+    units_per_task: Annotated[
+        int | None,
+        typer.Option(
+            help="Row groups, 4 MB blocks of JSONL, or text files per task. Default: 64 (1 if every JSONL file is one "
+            "unit), and text files up to 16 MB."
+        ),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Column (or JSON key) of the text.")] = "text",
+    id_column: Annotated[
+        str, typer.Option(help="Column of the document id; `-`, or no column `id`, uses a hash of the text.")
+    ] = "id",
+    eos_token: Annotated[
+        str | None, typer.Option(help="End-of-document token, if the tokenizer file does not define one.")
+    ] = None,
+    max_bad_units: Annotated[
+        int, typer.Option(help="Corrupt units (row groups or JSONL blocks) to skip before failing.")
+    ] = 0,
+    as_json: prepared_set.JsonOption = False,
+    slurm_partition: Annotated[
+        str | None, typer.Option(help="Submit the tasks to this Slurm partition instead of running them here.")
+    ] = None,
+    slurm_time: Annotated[str, typer.Option(help="Time limit of each Slurm job, HH:MM:SS.")] = "08:00:00",
+    slurm_log: Annotated[
+        str | None, typer.Option(help="Slurm log folder, on a file system shared by all nodes.")
+    ] = None,
+    slurm_env: Annotated[
+        str | None, typer.Option(help="Shell command that activates the Python environment on a Slurm node.")
+    ] = None,
+) -> None:
+    """Tokenize a corpus into checksummed token shards. If interrupted, run the same command again to resume.
+
+    Reads .txt, .md, .html, .jsonl (also .gz, .zst) and .parquet files, all kinds together, in subfolders too; hidden
+    files are skipped. A text, Markdown or HTML file is one document, a JSONL line or parquet row is one. The summary
+    says what was skipped and why. Exit codes: 0 done, 20 wrong option, 21 data missing or corrupt.
+
+    Examples: `nsa data prepare my_texts data/mine --dedup --held-out 0.05`,
+    `nsa data prepare HuggingFaceFW/fineweb-edu:sample-10BT data/fwe10 --tokenizer bpe.json --workers 16`
+    """
+    from nsa_train.data.document import DocumentColumns
+    from nsa_train.data.prepare.plan import make_plan
+    from nsa_train.data.prepare.run import prepare as run
+    from nsa_train.data.prepare.slurm import submit
+
+    with ProgressLine(f"listing {source}"):
+        plan = make_plan(
+            source,
+            tokenizer,
+            columns=DocumentColumns(text_column, None if id_column == "-" else id_column),
+            eos_token=eos_token,
+            held_out_fraction=held_out,
+            units_per_task=units_per_task,
+            shard_tokens=shard_tokens,
+            max_bad_units=max_bad_units,
+            encoding=encoding,
+            dedup=dedup,
+            exclude=Path(out),
+        )
+    if slurm_partition is not None:
+        if slurm_log is None:
+            raise ConfigError(
+                "--slurm-partition needs --slurm-log: the jobs read their plan from a folder shared by all nodes."
+            )
+        jobs = submit(
+            plan, out, log_folder=Path(slurm_log), partition=slurm_partition, time_limit=slurm_time, workers=workers,
+            env_command=slurm_env,
+        )  # fmt: skip
+        print_line(
+            f"submitted as Slurm job {' and '.join(jobs)}, logs in {slurm_log}" if jobs else f"{out} is finished"
+        )
+        return
+    with ProgressLine("starting workers") as line:
+        run(plan, out, workers=workers or _cores(), on_progress=lambda progress: line.update(_progress_text(progress)))
+    _print_result(out, source, as_json=as_json)
+
+
+@data_app.command()
+def bootstrap(
+    out: Annotated[str, typer.Option(help="Output folder.")] = "data/fineweb_edu",
+    gb: Annotated[float, typer.Option(help="Approximate size of the shards in gigabytes.")] = 5.0,
+    source: _SourceOption = None,
+    tokenizer: _TokenizerOption = "byte",
+    workers: _WorkersOption = None,
+    held_out: _HeldOutOption = 0.0005,
+) -> None:
+    """Download and tokenize the beginning of a source to local shards, for runs without network access.
+
+    Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
+    """
+    from nsa_train.data.prepare.run import bootstrap as run
+    from nsa_train.data.source.hub import FINEWEB_EDU
+
+    source = source or FINEWEB_EDU
+    with ProgressLine("starting workers") as line:
+        run(
+            source, out, gb=gb, tokenizer=tokenizer, workers=workers or _cores(), held_out_fraction=held_out,
+            on_progress=lambda progress: line.update(_progress_text(progress)),
+        )  # fmt: skip
+    _print_result(out, source, as_json=False)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _progress_text(progress: "PrepareProgress") -> str:
+    """A bar with the share that is done, what was written so far, and the time left."""
+    share = progress.units_done / max(1, progress.units)
+    bar = "█" * round(share * _BAR_WIDTH)
+    parts = [f"{progress.activity} {bar:░<{_BAR_WIDTH}} {share:4.0%}"]
+    if progress.tokens:
+        rate = progress.tokens / max(progress.elapsed_s, 1e-9)
+        parts.append(f"{progress.tokens / 1e6:,.1f} M tokens · {rate / 1e3:,.0f} k/s")
+    if progress.left_s is not None:
+        minutes, seconds = divmod(round(progress.left_s), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
+    return " · ".join(parts)
+
+
+def _print_result(out: str, source: str, *, as_json: bool) -> None:
+    """Print the summary; warn here about a split too small to evaluate on, not at the first evaluation of a run."""
+    from nsa_train.data.shards.manifest import TRAIN, VALIDATION, read_manifest
+    from nsa_train.storage import StorageFolder
+
+    prepared_set.print_summary(out, source, as_json=as_json)
+    manifest = read_manifest(StorageFolder(out))
+    held_out, trained = manifest.totals(VALIDATION), manifest.totals(TRAIN)
+    if held_out["tokens"] >= _ENOUGH_HELD_OUT_TOKENS:
+        return
+    tokens, documents = (held_out[of] + trained[of] for of in ("tokens", "documents"))
+    share = max(2 * _ENOUGH_HELD_OUT_TOKENS / max(1, tokens), 10 / max(1, documents))
+    advice = f"Prepare into another folder with --held-out {share:.2g}" if share < 0.5 else _MORE_DOCUMENTS
+    Console(stderr=True, soft_wrap=True).print(
+        f"WARNING: the held-out split has {held_out['documents']} documents, {held_out['tokens']:,} tokens: too few "
+        f"for an evaluation, which needs at least one batch of rows. {advice}, or train with train.eval_every=0.",
+        highlight=False,
+        markup=False,
+    )
+
+
 data_app.command()(prepared_set.inspect)
 data_app.command()(prepared_set.verify)
 data_app.command()(prepared_set.stats)
@@ -65,21 +249,29 @@ def _counted(texts: Iterable[str], most: int, vocab_size: int, line: ProgressLin
 
 @data_app.command()
 def smoke(
-    source: SourceOption = None,
+    source: _SourceOption = None,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
     batch: Annotated[int, typer.Option(help="Rows per batch.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for each batch.")] = 60.0,
-    tokenizer: TokenizerOption = "byte",
+    tokenizer: _TokenizerOption = "byte",
 ) -> None:
     """Check that a data source is reachable: read a few batches and print the time to the first one and tokens/s.
 
     Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
     """
-    from nsa_train.data.prefetcher import smoke as run
+    from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
+    from nsa_train.data.rows.specs import DirectData
     from nsa_train.data.source.hub import FINEWEB_EDU
 
-    report = run(source or FINEWEB_EDU, tokenizer=tokenizer, seq_len=seq_len, batch=batch, timeout_s=timeout)
+    data = DirectData(source or FINEWEB_EDU, tokenizer, seq_len, loader_timeout_s=timeout)
+    start = time.monotonic()
+    with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout)) as prefetcher:
+        prefetcher.warm_up()
+        first_batch_s = time.monotonic() - start
+        for _ in range(_SMOKE_BATCHES):
+            next(prefetcher)
+        counters, elapsed_s = prefetcher.counters, time.monotonic() - start
     Console().print(
-        f"first batch after {report.first_batch_s:.1f} s; {report.batches} batches, {report.documents} documents, "
-        f"{report.tokens:,} tokens, {report.tokens_per_s:,.0f} tokens/s"
+        f"first batch after {first_batch_s:.1f} s; {counters.batches} batches, {counters.documents} documents, "
+        f"{counters.tokens:,} tokens, {counters.tokens / elapsed_s:,.0f} tokens/s"
     )

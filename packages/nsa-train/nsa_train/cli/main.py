@@ -41,7 +41,7 @@ from nsa_train.cli.startup import prepare_process
 
 # Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
 _EXTRA_OF = {
-    **dict.fromkeys(("datatrove", "fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
+    **dict.fromkeys(("fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
     **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
     "zstandard": "data",
     "prometheus_client": "ops",

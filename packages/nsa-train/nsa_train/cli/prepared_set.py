@@ -1,6 +1,7 @@
-"""`nsa data inspect`, `verify` and `stats`: show and check sets of token shards written by `nsa data prepare`."""
+"""Shows sets of token shards: the summary of `nsa data prepare`, `nsa data inspect`, `verify` and `stats`."""
 
-from dataclasses import asdict
+import math
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,8 @@ from nsa_train.terminal_text import printable
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa_train.data.shards.inspect import LengthStats
     from nsa_train.data.shards.manifest import ShardManifest
+    from nsa_train.data.source.read_report import NamedCount, ReadReport
+    from nsa_train.data.tokenizer import Tokenizer
     from nsa_train.storage import StorageFolder
 
 _SetArgument = Annotated[
@@ -23,6 +26,25 @@ _SetArgument = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 _PERCENTILES = {"5 %": 5, "median": 50, "95 %": 95, "99 %": 99}
+_PREVIEWED_DOCUMENTS, _PREVIEWED_TOKENS = 3, 64
+_SHOWN_IDS, _SHOWN_CHARACTERS, _SHOWN_NAME = 5, 40, 24
+_END = "⟨end⟩"
+
+# How large a model an amount of text supports. The ratio is that of Hoffmann et al. 2022 ("Chinchilla"), measured with
+# subword tokens; four passes are the number up to which Muennighoff et al. 2023 found repeated text nearly as good as
+# new text. Both are rules of thumb for training from scratch.
+_TOKENS_PER_PARAMETER = 20
+_USEFUL_PASSES = 4
+_BYTES_PER_SUBWORD = 4
+"""English text: a byte tokenizer counts about four times the tokens of a subword tokenizer."""
+_SHIPPED_MODELS = {
+    "configs/cpu_quickstart.yaml": 496_536,
+    "configs/cpu_half_hour.yaml": 1_982_728,
+    "configs/base_125m_8k.yaml": 123_827_376,
+    "configs/base_1b_32k.yaml": 1_078_697_024,
+    "configs/base_7b_128k.yaml": 7_240_170_752,
+}
+"""Parameters of the shipped configs, with the vocabulary that their header names."""
 
 
 def inspect(
@@ -40,7 +62,6 @@ def inspect(
 
     Example: `nsa data inspect data/fwe10 --shards`
     """
-    from nsa_train.cli.prepare_summary import print_report
     from nsa_train.data.prepare.run import read_report
     from nsa_train.data.shards.inspect import find_document
 
@@ -49,12 +70,12 @@ def inspect(
     place = find_document(folder, manifest, split, document) if document is not None else None
     report = read_report(folder)
     if as_json:
-        content = set_facts(prepared, manifest) | {"read": report.as_json() if report is not None else None}
+        content = _set_facts(prepared, manifest) | {"read": report.as_json() if report is not None else None}
         content |= {"shards": [shard.as_json() for shard in listed]} if shards else {}
         content |= {"document": asdict(place)} if place is not None else {}
         print_json(content)
         return
-    print_totals(prepared, manifest)
+    _print_totals(prepared, manifest)
     facts = {
         "vocabulary": manifest.vocab_size,
         "tokenizer": manifest.tokenizer_fingerprint,
@@ -65,15 +86,15 @@ def inspect(
         "fingerprint": manifest.fingerprint,
         "quarantined units": len(manifest.quarantined),
     }
-    print_table("", ["", "value"], [[name, str(value)] for name, value in facts.items()], numbers=False)
+    _print_table("", ["", "value"], [[name, str(value)] for name, value in facts.items()], numbers=False)
     if report is not None:
-        print_report(str(facts["source"]), report)
+        _print_report(str(facts["source"]), report)
     if shards:
         rows = [[s.name, f"{s.tokens:,}", f"{s.documents:,}", s.tok_sha256[:16]] for s in listed]
-        print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
+        _print_table(split, ["shard", "tokens", "documents", "SHA-256"], rows)
     if place is not None:
         row = [place.doc_id, place.shard, f"{place.start:,}", f"{place.tokens:,}"]
-        print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
+        _print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
 
 
 def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
@@ -95,7 +116,7 @@ def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
         print_json({"set": prepared, "bytes": total, "ok": not damaged, "damaged": files})
     if damaged:
         if not as_json:
-            print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged], numbers=False)
+            _print_table("damaged", ["file", "problem"], [[d.name, d.problem] for d in damaged], numbers=False)
         raise DataError(f"{len(damaged)} file(s) of {prepared} are damaged. Restore them, or prepare the set again.")
     if not as_json:
         print_line(f"{prepared}: all files match ({total:,} bytes)")
@@ -117,7 +138,7 @@ def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
         return
     # One line per number: a line per split would not fit 80 columns.
     lengths = [_lengths(of) for of in statistics.values()]
-    print_table(
+    _print_table(
         "document length in tokens", ["", *statistics], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
     )
 
@@ -140,7 +161,7 @@ def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
     return folder, read_manifest(folder)
 
 
-def set_facts(where: str, manifest: "ShardManifest") -> dict[str, Any]:
+def _set_facts(where: str, manifest: "ShardManifest") -> dict[str, Any]:
     """Size, tokenizer and source of a set, for --json."""
     from nsa_train.data.saved_tokenizer import set_tokenizer_record
 
@@ -156,14 +177,14 @@ def set_facts(where: str, manifest: "ShardManifest") -> dict[str, Any]:
     }
 
 
-def print_totals(where: str, manifest: "ShardManifest") -> None:
+def _print_totals(where: str, manifest: "ShardManifest") -> None:
     columns = ["shards", "documents", "tokens", "bytes"]
     totals = {split: manifest.totals(split) for split in manifest.splits}
     rows = [[split, *(f"{total[column]:,}" for column in columns)] for split, total in totals.items()]
-    print_table(where, ["split", *columns], rows)
+    _print_table(where, ["split", *columns], rows)
 
 
-def print_table(title: str, columns: list[str], rows: list[list[Any]], *, numbers: bool = True) -> None:
+def _print_table(title: str, columns: list[str], rows: list[list[Any]], *, numbers: bool = True) -> None:
     """A table whose first column holds names, which are wrapped, and the others numbers, which are never cut."""
     table = Table(title=Text(printable(title)) if title else None, title_justify="left")
     for place, column in enumerate(columns):
@@ -175,3 +196,151 @@ def print_table(title: str, columns: list[str], rows: list[list[Any]], *, number
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)
+
+
+@dataclass(frozen=True)
+class DataSizeAdvice:
+    """Model size for an amount of text. `tokens` are subword tokens; those of a byte tokenizer were divided by four."""
+
+    tokens: int
+    parameters: int
+    """Model size for one pass over the text."""
+    parameters_at_most: int
+    """Model size for `_USEFUL_PASSES` passes."""
+    nearest_config: str
+    nearest_parameters: int
+
+    @property
+    def too_little(self) -> bool:
+        """Whether even the nearest config is several times larger than the text supports."""
+        return self.nearest_parameters > 2 * self.parameters_at_most
+
+
+def advise(tokens: int, vocab_size: int) -> DataSizeAdvice:
+    """Advice for training from scratch on so many tokens of a tokenizer with `vocab_size` ids."""
+    is_byte = vocab_size <= 256 + 1
+    subwords = tokens // _BYTES_PER_SUBWORD if is_byte else tokens
+    parameters = subwords // _TOKENS_PER_PARAMETER
+    at_most = subwords * _USEFUL_PASSES // _TOKENS_PER_PARAMETER
+    middle = math.sqrt(max(1, parameters) * max(1, at_most))
+    nearest = min(_SHIPPED_MODELS, key=lambda name: abs(math.log(_SHIPPED_MODELS[name] / middle)))
+    return DataSizeAdvice(subwords, parameters, at_most, nearest, _SHIPPED_MODELS[nearest])
+
+
+def print_summary(out: str, source: str, *, as_json: bool) -> None:
+    """Print the summary of a finished set, as tables or as one JSON object."""
+    from nsa_train.data.prepare.run import read_report
+    from nsa_train.data.saved_tokenizer import read_from_set
+    from nsa_train.data.shards.manifest import TRAIN, read_manifest
+    from nsa_train.storage import StorageFolder
+
+    folder = StorageFolder(out)
+    manifest, report = read_manifest(folder), read_report(folder)
+    tokenizer = read_from_set(folder, manifest)
+    advice = advise(manifest.totals(TRAIN)["tokens"], manifest.vocab_size)
+    preview = _preview(folder, manifest, tokenizer)
+    if as_json:
+        content = {
+            **_set_facts(out, manifest),
+            "read": report.as_json() if report is not None else None,
+            "preview": preview,
+            "model_size": asdict(advice),
+        }
+        print_json(content)
+        return
+    if report is not None:
+        _print_report(source, report)
+    _print_totals(out, manifest)
+    _print_preview(preview)
+    _print_advice(advice, manifest)
+    print_line(f"Train on it with: nsa train CONFIG data.dataset=prepared data.path={out}")
+
+
+def _print_report(source: str, report: "ReadReport") -> None:
+    """Print what was read by kind of file, what was not used and why, and encodings other than UTF-8."""
+    columns = ["kind", "files", "documents", "characters", "tokens"]
+    rows = [[kind, *_numbers(counted)] for kind, counted in report.kinds.items()]
+    if len(rows) > 1:
+        rows.append(["total", *_numbers(report.total())])
+    _print_table(f"read from {source}", columns, rows)
+    if report.skipped:
+        print_line("Not used:")
+    for reason, entry in report.skipped.items():
+        print_line(f"  {entry.count:,} {reason}: {_names(entry)}")
+    if report.encodings:
+        print_line("Not plain UTF-8:")
+    for encoding, entry in report.encodings.items():
+        print_line(f"  {_files(entry.count)} read as {encoding}: {_names(entry)}")
+    if any(not name.startswith(("UTF", "damaged")) for name in report.encodings):
+        print_line("  If an encoding is wrong, prepare into another folder with --encoding NAME.")
+
+
+def _numbers(counted: Any) -> list[str]:
+    return [f"{getattr(counted, name):,}" for name in ("files", "documents", "characters", "tokens")]
+
+
+def _names(entry: "NamedCount") -> str:
+    more = entry.count - len(entry.first)
+    return ", ".join(printable(name, 100) for name in entry.first) + (f", and {more:,} more" if more else "")
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count:,} files"
+
+
+def _preview(folder: "StorageFolder", manifest: "ShardManifest", tokenizer: "Tokenizer | None") -> list[dict[str, Any]]:
+    """The first documents of the training split: id, length, first ids, and the text they decode to."""
+    from nsa_train.data.shards.inspect import first_documents
+    from nsa_train.data.shards.manifest import TRAIN
+
+    if tokenizer is None:
+        return []
+    starts = first_documents(folder, manifest, TRAIN, documents=_PREVIEWED_DOCUMENTS, max_tokens=_PREVIEWED_TOKENS)
+    return [
+        {
+            "document": start.doc_id,
+            "tokens": start.tokens,
+            "ids": start.ids,
+            "text": tokenizer.decode([token for token in start.ids if token != manifest.eos_id]),
+            "complete": start.tokens <= _PREVIEWED_TOKENS,
+        }
+        for start in starts
+    ]
+
+
+def _print_preview(preview: list[dict[str, Any]]) -> None:
+    if preview:
+        print_line(f"What the model will see, first documents as token ids → text (each ends with {_END}):")
+    for shown in preview:
+        text, ids = shown["text"], shown["ids"]
+        numbers = " ".join(str(token) for token in ids[:_SHOWN_IDS]) + (" …" if len(ids) > _SHOWN_IDS else "")
+        end = _END if shown["complete"] and len(text) <= _SHOWN_CHARACTERS else f"… {_END}"
+        length = f"{shown['tokens']:,} tokens of {printable(shown['document'], _SHOWN_NAME)}"
+        print_line(f"  {numbers} → {text[:_SHOWN_CHARACTERS]!r}{end}  ({length})")
+
+
+def _print_advice(advice: DataSizeAdvice, manifest: "ShardManifest") -> None:
+    counted = (
+        f" (at {_BYTES_PER_SUBWORD} bytes per token)" if advice.tokens != manifest.totals("train")["tokens"] else ""
+    )
+    print_line(
+        f"Model size: {_short(advice.tokens)} training tokens{counted} support about {_short(advice.parameters)} "
+        f"parameters in one pass ({_TOKENS_PER_PARAMETER} tokens per parameter, Hoffmann et al. 2022), "
+        f"{_short(advice.parameters_at_most)} in {_USEFUL_PASSES} passes (Muennighoff et al. 2023)."
+    )
+    verdict = (
+        "it is much larger, so it will learn this text by heart: add text, or start from trained weights (--init-from)"
+        if advice.too_little
+        else f"train it for up to {_USEFUL_PASSES} passes"
+    )
+    print_line(
+        f"Nearest shipped config: {advice.nearest_config} ({_short(advice.nearest_parameters)} parameters); {verdict}."
+    )
+
+
+def _short(number: int) -> str:
+    """1,234,567 → 1.2 M."""
+    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

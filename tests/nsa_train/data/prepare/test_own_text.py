@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError, DataError
-from nsa_train.data.prepare.dedup import _HASH_BYTES, _first_occurrences
 from nsa_train.data.prepare.plan import make_plan
-from nsa_train.data.prepare.run import prepare, read_report, slurm_executor
+from nsa_train.data.prepare.run import prepare, read_report
+from nsa_train.data.prepare.slurm import submit
+from nsa_train.data.prepare.task import _HASH_BYTES, TaskReader, _first_occurrences, hash_task, write_masks
 from nsa_train.data.shards.inspect import first_documents, verify_set
 from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.data.source.read_report import BAD_LINES, BINARY, DUPLICATES, EMPTY, EMPTY_RECORDS
@@ -80,8 +81,6 @@ def test_two_workers_write_the_same_bytes(texts: Path, alone: Path, tmp_path: Pa
 
 def test_of_equal_documents_the_first_is_kept(texts: Path, alone: Path) -> None:
     """Compared with a plain set of texts, in the order of the tasks: parquet, JSONL, text files by name."""
-    from nsa_train.data.prepare.read_task import TaskReader
-
     plan = make_plan(str(texts), "byte", **SETTINGS)
     seen: set[str] = set()
     kept, repeated = [], 0
@@ -136,19 +135,11 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(texts: Path, alone: P
 def test_a_source_that_changed_between_the_passes_is_refused(tmp_path: Path) -> None:
     texts = write_texts(tmp_path / "texts", files=6)
     plan = make_plan(str(texts), "byte", dedup=True, **SETTINGS)
-    changed = []
-
-    def change(progress: object) -> None:
-        if not changed and (tmp_path / "out/_work/dedup.json").exists():
-            changed.append((texts / "a.jsonl").write_text('{"text": "one"}\n' * 200))
-
     (tmp_path / "out").mkdir()
     (texts / "a.jsonl").write_text("\n".join(json.dumps(r) for r in make_records(3)))
-    from nsa_train.data.prepare.dedup import hash_task, write_masks
-
     out = StorageFolder(str(tmp_path / "out"))
     for rank in range(len(plan.tasks())):
-        list(hash_task(plan, out, rank))
+        hash_task(plan, out, rank)
     write_masks(plan, out)
     (texts / "a.jsonl").write_text("\n".join(json.dumps(r) for r in make_records(9)))
     with pytest.raises(DataError, match="source changed"):
@@ -205,9 +196,7 @@ def test_settings_of_text_are_part_of_a_set(texts: Path, alone: Path, tmp_path: 
     assert not {"dedup", "encoding", "text_tasks", "left_out"} & plan.made_from().keys(), "sets of earlier versions"
 
 
-def test_slurm_takes_text_and_refuses_dedup(texts: Path, tmp_path: Path) -> None:
-    options = {"logging_dir": str(tmp_path / "log"), "partition": "cpu", "time_limit": "01:00:00"}
+def test_slurm_refuses_dedup(texts: Path, tmp_path: Path) -> None:
+    plan = make_plan(str(texts), "byte", dedup=True)
     with pytest.raises(ConfigError, match="dedup"):
-        slurm_executor(make_plan(str(texts), "byte", dedup=True), str(tmp_path / "a"), **options)
-    last = slurm_executor(make_plan(str(texts), "byte", **SETTINGS), str(tmp_path / "b"), **options)
-    assert last.depends.tasks == len(make_plan(str(texts), "byte", **SETTINGS).tasks()) > 5
+        submit(plan, str(tmp_path / "a"), log_folder=tmp_path / "log", partition="cpu", time_limit="01:00:00")

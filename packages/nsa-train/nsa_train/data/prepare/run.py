@@ -1,50 +1,55 @@
-"""Runs `nsa data prepare`: tokenizes a corpus into token shards in parallel, on this machine or on Slurm, resumable.
+"""Runs `nsa data prepare`: tokenizes a corpus into token shards in parallel, resumable.
 
 Tasks are defined by the source alone. A task is done when its record exists, the set when its manifest exists; both are
 written last. If it is killed at any moment and run again, the same command produces the same bytes.
 """
 
 import json
-import tempfile
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
-
-from datatrove.executor.base import DistributedEnvVars, PipelineExecutor
-from datatrove.executor.slurm import SlurmPipelineExecutor
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 
 from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
-from nsa_train.data.prepare.dedup import hash_task, hashed_tasks, is_deduplicated, write_masks
 from nsa_train.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
-from nsa_train.data.prepare.task import CountCallback, PrepareStep, ReadUnits, WriteShards, done_tasks, read_record
-from nsa_train.data.prepare.worker_pool import Counts, TaskFunction, WorkerLost, WorkerPool
+from nsa_train.data.prepare.task import (
+    CountCallback,
+    done_tasks,
+    hash_task,
+    hashed_tasks,
+    is_deduplicated,
+    read_record,
+    run_task,
+    write_masks,
+)
 from nsa_train.data.saved_tokenizer import save_with_set
 from nsa_train.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
 from nsa_train.data.shards.writer import ShardInfo
 from nsa_train.data.source.read_report import ReadReport
 from nsa_train.data.source.resolve import open_source
-from nsa_train.data.tokenizer import load_tokenizer, token_dtype
+from nsa_train.data.tokenizer import load_tokenizer, start_tokenizer_worker, token_dtype
 from nsa_train.storage import StorageFolder
 
 _REPORT_NAME = "prepare_report.json"
 _POLL_S = 0.2
 _SAMPLED_UNITS = 2
+_TaskFunction = Callable[[PreparePlan, StorageFolder, int, CountCallback], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """`documents`, `tokens` and `elapsed_s` count from the start of this process; units also count earlier ones."""
+    """`tokens` and `elapsed_s` count from the start of this process; units also count earlier ones."""
 
     activity: str
-    tasks_done: int
-    tasks: int
     units_done: int
     units_before: int  # done by an earlier process
     units: int
-    documents: int
     tokens: int
     elapsed_s: float
 
@@ -63,38 +68,30 @@ def prepare(
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> ShardManifest:
     """Run every unfinished task with `workers` processes on this machine, then write the manifest."""
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}: at least one is needed.")
     out = StorageFolder(out_url)
     with _output_errors(out_url):
-        return _prepare(plan, out, workers, on_progress)
+        if is_finished(plan, out):
+            out.delete_tree(WORK)  # in case it was killed right after writing the manifest
+            return read_manifest(out)
+        with _single_writer(out):
+            record_plan(plan, out)
+            out.delete_tree(f"{WORK}/tmp")
+            if plan.dedup and not is_deduplicated(out):
+                _run_tasks(hash_task, "compare documents", plan, out, workers, hashed_tasks(out), on_progress)
+                write_masks(plan, out)
+            _run_tasks(run_task, "tokenize", plan, out, workers, done_tasks(out), on_progress)
+            return write_manifest(plan, out)
 
 
 def _output_errors(out_url: str) -> AbstractContextManager[None]:
-    """Explain errors that are not handled closer to their cause: of the lock, datatrove's logs, the cleanup."""
+    """Explain errors that are not handled closer to their cause: of the lock, the records, the cleanup."""
     return storage_errors(
         f"{out_url} cannot be written",
         fix="Choose a writable output folder.",
         if_full=(DataError, "Free disk space and run the same command again; finished tasks are kept."),
     )
-
-
-def _prepare(
-    plan: PreparePlan, out: StorageFolder, workers: int, on_progress: Callable[[PrepareProgress], None]
-) -> ShardManifest:
-    if is_finished(plan, out):
-        out.delete_tree(WORK)  # in case it was killed right after writing the manifest
-        return read_manifest(out)
-    with _single_writer(out):
-        record_plan(plan, out)
-        out.delete_tree(f"{WORK}/tmp")
-        # datatrove's logs and completion marks; our own record, stored with the shards, decides whether a task is done.
-        place = str(out.local_path(f"{WORK}/log")) if out.is_local else ""
-        with nullcontext(place) if place else tempfile.TemporaryDirectory(prefix="nsa-prepare-log-") as logs:
-            executor = _LocalExecutor(plan, out.url, workers, logs, on_progress)
-            if plan.dedup and not is_deduplicated(out):
-                executor.hash_documents()
-                write_masks(plan, out)
-            executor.run()
-        return _finish(plan, out)
 
 
 def bootstrap(
@@ -121,7 +118,7 @@ def bootstrap(
     return prepare(plan, out, workers=workers, on_progress=on_progress)
 
 
-def _finish(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
+def write_manifest(plan: PreparePlan, out: StorageFolder) -> ShardManifest:
     """Write tokenizer and manifest from the plan and the records of all tasks, which must be done. Idempotent."""
     tasks = len(plan.tasks())
     if missing := sorted(set(range(tasks)) - done_tasks(out)):
@@ -169,161 +166,107 @@ def read_report(out: StorageFolder) -> ReadReport | None:
         return None
 
 
-class _LocalExecutor(PipelineExecutor):
-    """datatrove executor on a pool of spawned processes.
-
-    datatrove's own local executor waits forever if a worker is killed (e.g. by the out-of-memory killer), and its
-    helper process outlives a killed parent. Here a lost worker raises an error, and workers exit with their parent.
-    """
-
-    def __init__(
-        self,
-        plan: PreparePlan,
-        out_url: str,
-        workers: int,
-        logs: str,
-        on_progress: Callable[[PrepareProgress], None],
-        on_count: CountCallback | None = None,
-    ) -> None:
-        if workers < 1:
-            raise ConfigError(f"workers is {workers}: at least one is needed.")
-        out = StorageFolder(out_url)
-        reader = ReadUnits(plan, out_url)
-        super().__init__([reader, WriteShards(plan, out_url, reader, on_count)], logging_dir=logs, skip_completed=False)
-        self.plan = plan
-        self.out = out
-        self.workers = workers
-        self._logs = logs
-        self._on_progress = on_progress
-        self._tasks = len(plan.tasks())
-
-    @property
-    def world_size(self) -> int:
-        return self._tasks
-
-    def get_distributed_env(self, node_rank: int = -1) -> DistributedEnvVars:
-        return DistributedEnvVars(
-            datatrove_node_ips="localhost",
-            datatrove_cpus_per_task="1",
-            datatrove_mem_per_cpu="-1",
-            datatrove_gpus_on_node="0",
-            datatrove_executor="LOCAL",
-        )
-
-    def run(self) -> None:
-        self._run_pool("tokenize", _run_task, done_tasks(self.out))
-
-    def hash_documents(self) -> None:
-        """First pass of a preparation with `dedup`: store the hashes of all documents."""
-        self._run_pool("compare documents", _hash_task, hashed_tasks(self.out))
-
-    def _run_pool(self, activity: str, run_task: TaskFunction, done_before: set[int]) -> None:
-        sizes = [task.stop_unit - task.first_unit for task in self.plan.tasks()]
-        units_before = sum(size for rank, size in enumerate(sizes) if rank in done_before)
-        tasks = [rank for rank in range(self._tasks) if rank not in done_before]
-        finished, documents, tokens, units = len(sizes) - len(tasks), 0, 0, 0
-        shown = started = time.monotonic()
-        try:
-            with WorkerPool(self.workers, tasks, run_task, (self.plan, self.out.url, self._logs)) as pool:
-                for ended, counts in pool.progress(_POLL_S):
-                    finished += ended
-                    documents, tokens, units = documents + counts[0], tokens + counts[1], units + counts[2]
-                    now = time.monotonic()
-                    if ended or now - shown >= _POLL_S:
-                        shown = now
-                        self._on_progress(
-                            PrepareProgress(
-                                activity, finished, self._tasks, units_before + units, units_before, sum(sizes),
-                                documents, tokens, now - started,
-                            )
-                        )  # fmt: skip
-        except WorkerLost as error:
-            raise DataError(
-                f"a prepare worker was killed by a signal, often by the out-of-memory killer ({error}). Use fewer "
-                "workers or smaller tasks, and run the same command again; finished tasks are kept."
-            ) from error
-
-
-_Job = tuple[PreparePlan, str, str]
-"""Plan, output URL, log folder."""
-
-
-def _run_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
-    plan, out_url, logs = job
-
-    def count(documents: int, tokens: int, units: int) -> None:
-        report((documents, tokens, units))
-
-    with _output_errors(out_url):
-        _LocalExecutor(plan, out_url, 1, logs, lambda progress: None, count)._run_for_rank(rank, local_rank=1)
-
-
-def _hash_task(job: _Job, rank: int, report: Callable[[Counts], None]) -> None:
-    plan, out_url, _ = job
-    with _output_errors(out_url):
-        for units in hash_task(plan, StorageFolder(out_url), rank):
-            report((0, 0, units))
-
-
-class _FinishPreparation(PrepareStep):
-    """Last Slurm job: writes the manifest."""
-
-    name = "manifest"
-    type = "writer"
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        _finish(self.plan, StorageFolder(self.out_url))
-        yield from ()
-
-
-def slurm_executor(
+def _run_tasks(
+    run: _TaskFunction,
+    activity: str,
     plan: PreparePlan,
-    out_url: str,
-    *,
-    logging_dir: str,
-    partition: str,
-    time_limit: str,
-    workers: int = -1,
-    tasks_per_job: int = 1,
-    mem_per_cpu_gb: int = 4,
-    env_command: str | None = None,
-    sbatch_args: dict[str, str] | None = None,
-) -> SlurmPipelineExecutor:
-    """Executor that submits two Slurm jobs: an array over the tasks, then one that writes the manifest.
+    out: StorageFolder,
+    workers: int,
+    done: set[int],
+    on_progress: Callable[[PrepareProgress], None],
+) -> None:
+    """Run the tasks that are not `done` with `workers` processes on this machine."""
+    sizes = [task.stop_unit - task.first_unit for task in plan.tasks()]
+    units_before = sum(size for rank, size in enumerate(sizes) if rank in done)
+    ranks = [rank for rank in range(len(sizes)) if rank not in done]
+    tokens = units = 0
+    shown = started = time.monotonic()
+    for ended, new_tokens, new_units in _run_in_processes(run, plan, out.url, ranks, workers):
+        tokens, units, now = tokens + new_tokens, units + new_units, time.monotonic()
+        if ended or now - shown >= _POLL_S:
+            shown = now
+            on_progress(
+                PrepareProgress(activity, units_before + units, units_before, sum(sizes), tokens, now - started)
+            )
 
-    `logging_dir` must be on a file system shared by all nodes. Running it again submits only unfinished tasks.
+
+def _run_in_processes(
+    run: _TaskFunction, plan: PreparePlan, out_url: str, ranks: Sequence[int], workers: int
+) -> Iterator[tuple[int, int, int]]:
+    """Run tasks in spawned processes; yields the tasks that ended, tokens and units since the last yield.
+
+    Raises the first error of a task. At the end the processes are killed: a task that did not end is run again by the
+    next preparation. Tasks, counts and errors go through pipes: locks, queues and arrays of `multiprocessing` have
+    named semaphores, which stay in /dev/shm when every process of a preparation is killed at once.
     """
-    if plan.dedup:
-        raise ConfigError("--dedup does not run on Slurm: it compares all documents first. Prepare on one machine.")
-    out = StorageFolder(out_url)
-    if not is_finished(plan, out):
-        record_plan(plan, out)
-    shared: dict[str, Any] = {
-        "partition": partition,
-        "time": time_limit,
-        "mem_per_cpu_gb": mem_per_cpu_gb,
-        "env_command": env_command,
-        "sbatch_args": sbatch_args,
-        "qos": "",
-    }
-    reader = ReadUnits(plan, out_url)
-    tasks = SlurmPipelineExecutor(
-        pipeline=[reader, WriteShards(plan, out_url, reader)],
-        tasks=len(plan.tasks()),
-        workers=workers,
-        tasks_per_job=tasks_per_job,
-        job_name="nsa-prepare",
-        logging_dir=f"{logging_dir}/tasks",
-        **shared,
-    )
-    return SlurmPipelineExecutor(
-        pipeline=[_FinishPreparation(plan, out_url)],
-        tasks=1,
-        job_name="nsa-prepare-manifest",
-        logging_dir=f"{logging_dir}/manifest",
-        depends=tasks,
-        **shared,
-    )
+    context = get_context("spawn")
+    waiting = list(reversed(ranks))
+    processes: dict[Connection, SpawnProcess] = {}
+    working: set[Connection] = set()
+
+    def send_task(connection: Connection) -> None:
+        working.discard(connection)
+        if waiting:
+            working.add(connection)
+            with suppress(BrokenPipeError):  # it is dead: the next receive says so
+                connection.send(waiting.pop())
+
+    try:
+        for _ in range(min(workers, len(ranks))):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, os.getpid(), run, plan, out_url), daemon=True)
+            process.start()
+            theirs.close()  # the worker has the only other end: its death is the end of the file
+            processes[ours] = process
+            send_task(ours)
+        while working:
+            ended = tokens = units = 0
+            for connection in wait(list(working), _POLL_S):
+                assert isinstance(connection, Connection)
+                message = _receive(connection, processes[connection])
+                if message is None:
+                    ended += 1
+                    send_task(connection)
+                else:
+                    tokens, units = tokens + message[0], units + message[1]
+            yield ended, tokens, units
+    finally:
+        for process in processes.values():
+            process.kill()
+        for connection, process in processes.items():
+            process.join()
+            connection.close()
+
+
+def _receive(connection: Connection, process: SpawnProcess) -> tuple[int, int] | None:
+    """Tokens and units from a worker, or None at the end of a task."""
+    try:
+        message: tuple[int, int] | Exception | None = connection.recv()
+    except (EOFError, ConnectionResetError) as error:
+        process.join()
+        raise DataError(
+            f"a prepare worker was killed by a signal, often by the out-of-memory killer (process {process.pid}, exit "
+            f"code {process.exitcode}). Use fewer workers or smaller tasks, and run the same command again; finished "
+            "tasks are kept."
+        ) from error
+    if isinstance(message, Exception):
+        raise message
+    return message
+
+
+def _work(connection: Connection, parent_pid: int, run: _TaskFunction, plan: PreparePlan, out_url: str) -> None:
+    """Worker process: run the tasks that are sent until it is killed."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    start_tokenizer_worker(parent_pid)
+    while True:
+        rank, error = connection.recv(), None
+        try:
+            with _output_errors(out_url):
+                run(plan, StorageFolder(out_url), rank, lambda *counts: connection.send(counts))
+        except Exception as raised:  # noqa: BLE001 - the parent raises it again
+            error = raised
+        connection.send(error)
 
 
 @contextmanager

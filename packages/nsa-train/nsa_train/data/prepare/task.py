@@ -1,149 +1,184 @@
-"""One task of `nsa data prepare` as datatrove pipeline steps: read units, tokenize, write shards.
+"""One task of `nsa data prepare`: reads its units, and writes token shards or, in the first pass of `--dedup`, hashes.
 
-datatrove provides the task model, per-task logs and the Slurm executor. Its own steps are not used: the readers only
-log and skip what they cannot parse, do not verify page checksums, and name documents without an id by their position in
-a file, so the held-out split would differ from direct streaming; its DocumentTokenizer shuffles with a merge step,
-stores no ids and no hashes, and does not write atomically.
+Deduplication keeps the first of documents with the same text. The first pass stores 16 bytes per document, a hash of
+its text, in one file per task. The hashes of all tasks are compared at once, and each task gets a mask of the documents
+to keep. First means first in the order of the tasks, so the result does not depend on the number of workers. Every file
+appears complete or not at all: an interrupted preparation continues with what is there.
 """
 
 import hashlib
 import json
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datatrove.data import Document as TroveDocument
-from datatrove.pipeline.base import PipelineStep
 
 from nsa.errors import DataError
-from nsa_train.data.document import is_held_out
-from nsa_train.data.prepare.dedup import read_mask, require_same_documents
-from nsa_train.data.prepare.plan import WORK, PreparePlan
-from nsa_train.data.prepare.read_task import TaskReader
+from nsa_train.data.document import CorruptUnit, Document, is_held_out
+from nsa_train.data.prepare.plan import WORK, PreparePlan, PrepareTask, open_task
 from nsa_train.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa_train.data.shards.writer import ShardInfo, ShardWriter
-from nsa_train.data.source.read_report import DUPLICATES
+from nsa_train.data.source.kinds import FileKind, file_kind
+from nsa_train.data.source.read_report import DUPLICATES, EMPTY, EMPTY_RECORDS, ReadReport
+from nsa_train.data.source.text import UnreadableText
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa_train.storage import StorageFolder
 
 _BATCH_DOCUMENTS = 128
 _BATCH_CHARACTERS = 4 * 2**20
-_KIND = "kind"  # in the metadata of a document
-CountCallback = Callable[[int, int, int], None]  # documents, tokens, units of the source
+_HASH_BYTES = 16
+_DEDUP_DONE = f"{WORK}/dedup.json"
+CountCallback = Callable[[int, int], None]
+"""Called with the number of tokens written and of units read since the last call."""
+
+
+class TaskReader:
+    """The documents of one task that have text, in file order. `report` and `bad_units` are filled on the way."""
+
+    def __init__(self, plan: PreparePlan, task: PrepareTask, on_count: CountCallback = lambda tokens, units: None):
+        self._plan = plan
+        self._task = task
+        self._on_count = on_count
+        self._units_done = self._units_counted = 0
+        self.report = ReadReport()
+        self.bad_units: list[str] = []
+
+    def count(self, tokens: int = 0) -> None:
+        """Report tokens, and the units that were read since the last call."""
+        self._on_count(tokens, self._units_done - self._units_counted)
+        self._units_counted = self._units_done
+
+    def documents(self, keep: np.ndarray | None = None) -> Iterator[tuple[FileKind, Document]]:
+        """`keep` says for each document with text whether it is the first with its text."""
+        number = 0
+        for kind, document in self._read():
+            if keep is None or (number < len(keep) and keep[number]):
+                yield kind, document
+            elif number < len(keep):
+                self.report.skip(DUPLICATES, document.id)
+            number += 1
+        if keep is not None and len(keep) != number:
+            raise DataError(
+                f"{self._task.file} has {number} documents and had {len(keep)} when they were compared: the source "
+                "changed. Prepare into another folder."
+            )
+
+    def _read(self) -> Iterator[tuple[FileKind, Document]]:
+        plan, task = self._plan, self._task
+        scratch = Path(tempfile.gettempdir()) / f"nsa-prepare-{uuid.uuid4().hex}"  # created only if a file is fetched
+        try:
+            source = open_task(plan, task, scratch, self.report)
+            if len(source) < task.stop_unit:
+                raise DataError(
+                    f"{task.file} has {len(source)} units but had at least {task.stop_unit} when it was listed: the "
+                    "source changed. Prepare into another folder."
+                )
+            if not task.names and task.first_unit == 0:
+                self.report.kind(_kind(task.file)).files += 1
+            for index in range(task.first_unit, task.stop_unit):
+                documents: list[Document] = []
+                try:
+                    documents = source.read(index)
+                except UnreadableText as error:
+                    self.report.skip(error.reason, task.names[index])
+                except CorruptUnit as error:
+                    self._quarantine(f"{task.file}, {source.unit(index).part}", error)
+                yield from self._with_text(documents, task.names[index] if task.names else None)
+                self._units_done += 1
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _with_text(self, documents: list[Document], text_file: str | None) -> Iterator[tuple[FileKind, Document]]:
+        """`text_file` is the name of a file that is one document."""
+        kind = _kind(text_file or self._task.file)
+        for document in documents:
+            if document.text:
+                self.report.kind(kind).files += text_file is not None
+                yield kind, document
+            elif text_file is not None:
+                self.report.skip(EMPTY, text_file)
+            else:
+                self.report.skip(EMPTY_RECORDS, document.id)
+
+    def _quarantine(self, unit: str, error: CorruptUnit) -> None:
+        self.bad_units.append(unit)
+        if len(self.bad_units) > self._plan.max_bad_units:
+            raise DataError(
+                f"{len(self.bad_units)} unit(s) of one task are corrupt, max_bad_units is {self._plan.max_bad_units}. "
+                f"Last: {error}. Download the file again, or raise --max-bad-units to skip such units."
+            ) from error
+
+
+def _kind(name: str) -> FileKind:
+    return file_kind(name) or "parquet"  # a URL may end in anything; all of them are parquet
+
+
+def done_tasks(out: StorageFolder) -> set[int]:
+    """Ranks of finished tasks, from one listing: a request per task would take hours on an object store."""
+    return _ranks(out, f"{WORK}/tasks", ".json")
+
+
+def _ranks(out: StorageFolder, folder: str, suffix: str) -> set[int]:
+    return {int(Path(name).stem) for name, _ in out.files((suffix,), folder)}
 
 
 def _record_name(rank: int) -> str:
     return f"{WORK}/tasks/{rank:06d}.json"
 
 
-def _is_done(out: StorageFolder, rank: int) -> bool:
-    return out.exists(_record_name(rank))
+def run_task(
+    plan: PreparePlan, out: StorageFolder, rank: int, on_count: CountCallback = lambda tokens, units: None
+) -> None:
+    """Tokenize the documents of a task and write shards. It is done when its record, written last, exists."""
+    if out.exists(_record_name(rank)):
+        return
+    tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
+    check_same(plan.vocab_size, plan.fingerprint, tokenizer)
+    reader = TaskReader(plan, plan.tasks()[rank], on_count)
+    # A rename needs the same file system as its target; an upload does not.
+    scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
+    writers = {split: _SplitWriter(f"{split}/{rank:06d}", plan, out, scratch) for split in SPLITS}
+    try:
+        for batch in _batches(reader.documents(_read_mask(out, rank) if plan.dedup else None)):
+            tokens = tokenizer.encode_batch([document.text for _, document in batch])
+            for (kind, document), ids in zip(batch, tokens, strict=True):
+                split = VALIDATION if is_held_out(document.id, plan.held_out_fraction) else TRAIN
+                writers[split].add(document.id, ids)
+                reader.report.count(kind, len(document.text), len(ids) + 1)
+            reader.count(sum(len(ids) + 1 for ids in tokens))
+        reader.count()
+        shards = {split: [shard.as_json() for shard in writer.close()] for split, writer in writers.items()}
+    finally:
+        for writer in writers.values():
+            writer.discard()
+        if not out.is_local:
+            shutil.rmtree(scratch, ignore_errors=True)
+    record = {"shards": shards, "bad_units": reader.bad_units, "report": reader.report.as_json()}
+    # With its SHA-256: an object store may keep a truncated record after a killed upload.
+    out.write_bytes(_record_name(rank), json.dumps({"record": record, "sha256": _digest(record)}, indent=1).encode())
 
 
-def done_tasks(out: StorageFolder) -> set[int]:
-    """Ranks of finished tasks, from one listing: a request per task would take hours on an object store."""
-    return {int(name.rsplit("/", 1)[1].removesuffix(".json")) for name, _ in out.files((".json",), f"{WORK}/tasks")}
+def read_record(out: StorageFolder, rank: int) -> dict[str, Any]:
+    name = _record_name(rank)
+    try:
+        content = json.loads(out.read_bytes(name))
+        record: dict[str, Any] = content["record"]
+        if _digest(record) == content["sha256"]:
+            return record
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{out.url}/{name} is damaged ({error!r}). Delete it and run the same command again."
+        ) from error
+    raise DataError(f"{out.url}/{name} does not match its SHA-256. Delete it and run the same command again.")
 
 
-class PrepareStep(PipelineStep):
-    """A datatrove pipeline step of one preparation."""
-
-    def __init__(self, plan: PreparePlan, out_url: str) -> None:
-        super().__init__()
-        self.plan = plan
-        self.out_url = out_url
-
-
-class ReadUnits(PrepareStep):
-    """The documents of one task, in file order."""
-
-    name = "units of a source"
-    type = "reader"
-
-    def __init__(self, plan: PreparePlan, out_url: str) -> None:
-        super().__init__(plan, out_url)
-        self.task: TaskReader | None = None
-        """Reader of the task that runs, with its report."""
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
-        out = StorageFolder(self.out_url)
-        if _is_done(out, rank):
-            return
-        task = self.plan.tasks()[rank]
-        self.task = reader = TaskReader(self.plan, task)
-        keep = read_mask(out, rank) if self.plan.dedup else None
-        documents = 0
-        for kind, document in reader.documents():
-            documents += 1
-            if keep is not None and documents > len(keep):
-                require_same_documents(keep, documents, task.file)
-            if keep is None or keep[documents - 1]:
-                yield TroveDocument(text=document.text, id=document.id, metadata={_KIND: kind})
-            else:
-                reader.report.skip(DUPLICATES, document.id)
-        if keep is not None:
-            require_same_documents(keep, documents, task.file)
-
-
-class WriteShards(PrepareStep):
-    """Tokenize and write shards; the task is done when its record, written last, exists."""
-
-    name = "token shards"
-    type = "writer"
-
-    def __init__(
-        self, plan: PreparePlan, out_url: str, reader: ReadUnits, on_count: CountCallback | None = None
-    ) -> None:
-        super().__init__(plan, out_url)
-        self.reader = reader
-        self._on_count = on_count or (lambda documents, tokens, units: None)
-        self._counted_units = 0
-
-    def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[TroveDocument]:
-        out = StorageFolder(self.out_url)
-        if _is_done(out, rank):
-            return
-        plan, self._counted_units = self.plan, 0
-        tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
-        check_same(plan.vocab_size, plan.fingerprint, tokenizer)
-        # A rename needs the same file system as its target; an upload does not.
-        scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
-        splits = {split: _SplitWriter(split, rank, plan, out, scratch) for split in SPLITS}
-        try:
-            for documents in _batches(data):
-                tokens = tokenizer.encode_batch([document.text for document in documents])
-                for document, ids in zip(documents, tokens, strict=True):
-                    split = VALIDATION if is_held_out(document.id, plan.held_out_fraction) else TRAIN
-                    splits[split].add(document.id, ids)
-                    self._reader().report.count(document.metadata[_KIND], len(document.text), len(ids) + 1)
-                self._count_units(len(documents), sum(len(ids) + 1 for ids in tokens))
-            self._count_units(0, 0)
-            shards = {split: writer.close() for split, writer in splits.items()}
-        finally:
-            for writer in splits.values():
-                writer.discard()
-            if not out.is_local:
-                shutil.rmtree(scratch, ignore_errors=True)
-        record = {
-            "shards": {split: [shard.as_json() for shard in written] for split, written in shards.items()},
-            "bad_units": self._reader().bad_units,
-            "report": self._reader().report.as_json(),
-        }
-        out.write_bytes(_record_name(rank), _with_checksum(record))
-        yield from ()
-
-    def _reader(self) -> TaskReader:
-        assert self.reader.task is not None, "documents come from a task"
-        return self.reader.task
-
-    def _count_units(self, documents: int, tokens: int) -> None:
-        done = self._reader().units_done
-        self._on_count(documents, tokens, done - self._counted_units)
-        self._counted_units = done
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -155,8 +190,8 @@ def _cached_tokenizer(spec: str, eos_token: str | None) -> Tokenizer:
 class _SplitWriter:
     """The shards of one split of one task, each closed at the first document end at or beyond `shard_tokens`."""
 
-    def __init__(self, split: str, rank: int, plan: PreparePlan, out: StorageFolder, scratch: Path) -> None:
-        self._name = f"{split}/{rank:06d}"
+    def __init__(self, name: str, plan: PreparePlan, out: StorageFolder, scratch: Path) -> None:
+        self._name = name
         self._plan = plan
         self._out = out
         self._scratch = scratch
@@ -182,11 +217,11 @@ class _SplitWriter:
             self._open.discard()
 
 
-def _batches(documents: Iterable[TroveDocument]) -> Iterator[list[TroveDocument]]:
-    batch: list[TroveDocument] = []
+def _batches(documents: Iterable[tuple[FileKind, Document]]) -> Iterator[list[tuple[FileKind, Document]]]:
+    batch: list[tuple[FileKind, Document]] = []
     characters = 0
-    for document in documents or ():
-        batch.append(document)
+    for kind, document in documents:
+        batch.append((kind, document))
         characters += len(document.text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
@@ -195,21 +230,61 @@ def _batches(documents: Iterable[TroveDocument]) -> Iterator[list[TroveDocument]
         yield batch
 
 
-def _with_checksum(record: dict[str, Any]) -> bytes:
-    """The record with its SHA-256: an object store may keep a truncated record after a killed upload."""
-    body = json.dumps(record, sort_keys=True)
-    return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, indent=1).encode()
+def is_deduplicated(out: StorageFolder) -> bool:
+    """Whether the masks of all tasks are there."""
+    return out.exists(_DEDUP_DONE)
 
 
-def read_record(out: StorageFolder, rank: int) -> dict[str, Any]:
-    name = _record_name(rank)
-    try:
-        content = json.loads(out.read_bytes(name))
-        record: dict[str, Any] = content["record"]
-        if hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest() == content["sha256"]:
-            return record
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{out.url}/{name} is damaged ({error!r}). Delete it and run the same command again."
-        ) from error
-    raise DataError(f"{out.url}/{name} does not match its SHA-256. Delete it and run the same command again.")
+def hashed_tasks(out: StorageFolder) -> set[int]:
+    """Ranks of the tasks whose hashes are stored."""
+    return _ranks(out, f"{WORK}/hashes", ".bin")
+
+
+def hash_task(
+    plan: PreparePlan, out: StorageFolder, rank: int, on_count: CountCallback = lambda tokens, units: None
+) -> None:
+    """Store the hashes of a task's documents."""
+    reader = TaskReader(plan, plan.tasks()[rank], on_count)
+    hashes = bytearray()
+    for batch in _batches(reader.documents()):
+        for _, document in batch:
+            hashes += hashlib.blake2b(document.text.encode("utf-8", "surrogatepass"), digest_size=_HASH_BYTES).digest()
+        reader.count()
+    out.write_bytes(_hashes_name(rank), bytes(hashes))
+    reader.count()
+
+
+def write_masks(plan: PreparePlan, out: StorageFolder) -> None:
+    """Compare the hashes of all tasks and store which documents to keep."""
+    stored = [out.read_bytes(_hashes_name(rank)) for rank in range(len(plan.tasks()))]
+    counts = [len(hashes) // _HASH_BYTES for hashes in stored]
+    keep = _first_occurrences(b"".join(stored))
+    del stored
+    for rank, end in enumerate(np.cumsum(counts).tolist()):
+        mask = keep[end - counts[rank] : end]
+        out.write_bytes(_mask_name(rank), len(mask).to_bytes(8, "little") + np.packbits(mask).tobytes())
+    duplicates = int(len(keep) - keep.sum())
+    out.write_bytes(_DEDUP_DONE, json.dumps({"documents": len(keep), "duplicates": duplicates}).encode())
+
+
+def _first_occurrences(hashes: bytes) -> np.ndarray:
+    """Whether each of these hashes, one after another, is the first of its value."""
+    words = np.frombuffer(hashes, dtype=np.uint64).reshape(-1, _HASH_BYTES // 8)
+    order = np.lexsort((words[:, 1], words[:, 0]))  # stable: equal hashes stay in the order of the documents
+    keep = np.ones(len(words), dtype=bool)
+    ordered = words[order]
+    keep[order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)]] = False
+    return keep
+
+
+def _read_mask(out: StorageFolder, rank: int) -> np.ndarray:
+    raw = out.read_bytes(_mask_name(rank))
+    return np.unpackbits(np.frombuffer(raw[8:], dtype=np.uint8), count=int.from_bytes(raw[:8], "little")).astype(bool)
+
+
+def _hashes_name(rank: int) -> str:
+    return f"{WORK}/hashes/{rank:06d}.bin"
+
+
+def _mask_name(rank: int) -> str:
+    return f"{WORK}/masks/{rank:06d}.bin"
