@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nsa.core.nsa_attention import NSAAttention
+from nsa.kernels.portable import chunk
 from tests.attention_options import PHIS
 from tests.backends import RUN_HERE
 from tests.shapes import attention_args
@@ -43,6 +44,12 @@ def test_packed_documents_and_earlier_tokens_stay_clean(backend, kind, phi, valu
     others[documents[1] : place] = True
     torch.testing.assert_close(got[0, others], want[0, others])
     assert not got[0, place].isfinite().any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_portable_backend_cleans_where_the_host_does_not_read(kind, monkeypatch):
+    monkeypatch.setattr(chunk, "READABLE_DEVICES", ())  # as on a GPU
+    test_packed_documents_and_earlier_tokens_stay_clean("portable", kind, "softmax", torch.nan)
 
 
 @pytest.mark.parametrize("backend", RUN_HERE)

@@ -2,8 +2,9 @@
 
 Numbers that are not finite are replaced by 0, and what they belong to is marked by one NaN that a mask removes: a key
 is NaN where its value is not finite, a log-sum-exp where its query, output or gradient is not. So a query that sees
-such a key is NaN, and one that does not has the bits that it has without it. Nothing is copied where all is finite, and
-nothing is done on devices whose values the host does not read. Shapes as in `nsa.kernels.reference`.
+such a key is NaN, and one that does not has the bits that it has without it. Where the host may read values, nothing is
+copied if all are finite. Elsewhere all is copied but a cache, which has more keys than queries and one document a row.
+Shapes as in `nsa.kernels.reference`.
 """
 
 from torch import Tensor
@@ -16,7 +17,7 @@ GivenToBackward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def forward_inputs(x: BranchInputs) -> BranchInputs:
-    if _nothing_to_clean(x.v_BTGV):
+    if _nothing_to_clean(x, x.v_BTGV):
         return x
     return x._replace(k_BTGK=x.k_BTGK + _spoiled(x.v_BTGV), v_BTGV=_cleaned(x.v_BTGV))
 
@@ -24,7 +25,7 @@ def forward_inputs(x: BranchInputs) -> BranchInputs:
 def backward_inputs(x: BranchInputs, given: GivenToBackward) -> tuple[BranchInputs, GivenToBackward]:
     """A query that sees a spoiled key needs no mark: its log-sum-exp is NaN since the forward pass."""
     out, lse, dout, dlse = given
-    if _nothing_to_clean(x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):
+    if _nothing_to_clean(x, x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):
         return x, given
     spoiled = sum(_spoiled(y).squeeze(-1) for y in (x.q_BSGRK, out, dout)) + lse
     if dlse is not None:
@@ -33,8 +34,10 @@ def backward_inputs(x: BranchInputs, given: GivenToBackward) -> tuple[BranchInpu
     return x._replace(q_BSGRK=q, k_BTGK=k, v_BTGV=v), (_cleaned(out), spoiled.to(lse.dtype), _cleaned(dout), dlse)
 
 
-def _nothing_to_clean(*tensors: Tensor) -> bool:
-    return not may_read(tensors[0]) or all(bool(x.isfinite().all()) for x in tensors)
+def _nothing_to_clean(x: BranchInputs, *tensors: Tensor) -> bool:
+    if may_read(x.q_BSGRK):
+        return all(bool(y.isfinite().all()) for y in tensors)
+    return x.k_BTGK.shape[1] > x.q_BSGRK.shape[1]
 
 
 def _spoiled(x: Tensor) -> Tensor:
