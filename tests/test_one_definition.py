@@ -137,16 +137,16 @@ sys.path.append({str(ROOT)!r})
 import runpy
 from pathlib import Path
 from nsa_train import names
-from nsa_train.watch.run_metrics import CountedHistory, samples, served_names
-from nsa_train.record.heartbeat_file import JsonLines, read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.watch.run_metrics import samples, served_names
+from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
+from nsa_train.record.record_files import JsonLines
 from nsa_train.record.metric_writers import TRAINING_COLUMNS, tracked_numbers
 from nsa_train.watch.view.monitor.frame import frame
 from nsa_train.watch.view.report.compare_report import render as compare
 from nsa_train.watch.view.report.run_report import render as report
-from nsa_train.record.run_data import load
-from nsa_train.watch.view.snapshot import take_snapshot
-from nsa_train.watch.history import ClockReading
+from nsa_train.watch.run_reader import ClockReading, load
+from nsa_train.watch.view.summary import take_snapshot
+from nsa_train.watch.history import RunHistory
 from tools.docs.reference_pages import heartbeat_page
 
 run = Path("run")
@@ -157,7 +157,7 @@ for step in range(1, 9):
 lines.close()
 assert [beat.open_files for beat in read_beats(run / names.heartbeat(0))] == list(range(1201, 1209))
 assert "open_files" in TRAINING_COLUMNS and tracked_numbers(beat)["train/open_files"] == 1208
-history = CountedHistory()
+history = RunHistory()
 history.add(beat, beat.ts)
 scraped = samples(history, ClockReading(beat.ts, beat.ts), set())
 served = {{sample.metric.served_name: sample.value for sample in scraped}}

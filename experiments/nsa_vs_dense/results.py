@@ -18,7 +18,8 @@ from statistics import fmean
 from experiments.nsa_vs_dense.curves import draw_curves
 from experiments.nsa_vs_dense.tables import HERE, StudyRun, StudyTable, read_tables
 from nsa_train.record.evaluations import read_evaluations
-from nsa_train.record.run_data import RunData, load
+from nsa_train.record.run_data import RunData
+from nsa_train.watch.run_reader import load
 
 RESULTS = HERE / "results"
 SOLVED = 0.99

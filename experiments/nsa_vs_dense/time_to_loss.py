@@ -15,8 +15,8 @@ from itertools import pairwise
 from experiments.nsa_vs_dense.results import RESULTS
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.run_data import load
+from nsa_train.record.heartbeat_record import read_beats
+from nsa_train.watch.run_reader import load
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from pathlib import Path
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.record.events import EventKind, RunEvent, read_events
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 
 StepHistory = dict[int, tuple[float | None, float | None]]
 

@@ -7,7 +7,7 @@ bugs only slow learning and pass, e.g. gates normalised over heads: tests of the
 import pytest
 
 from experiments.nsa_vs_dense import results, run, tables
-from nsa_train.record.run_data import load
+from nsa_train.watch.run_reader import load
 
 pytestmark = pytest.mark.nightly  # hundreds of steps of training
 CHANCE = 0.25

@@ -12,11 +12,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.events import parse_event, read_events_and_damage
-from nsa_train.record.heartbeat_file import JsonLines, beat_parser, last_beat, read_beats
-from nsa_train.record.records import LONGEST_LINE
-from nsa_train.record.tail import RecordTail
+from nsa_train.record import value_checks
+from nsa_train.record.events import parse_event, read_events
+from nsa_train.record.heartbeat_record import beat_fields, beat_of_fields, last_beat, read_beats
+from nsa_train.record.record_files import LONGEST_LINE, JsonLines, RecordTail
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import json_bytes, mutated_bytes, mutated_json
 from tests.nsa_train.record.damaged import RECORDED, copy_run, damage
@@ -52,17 +51,17 @@ def content_of(case: list[Any], good: list[bytes]) -> bytes:
 
 
 def check_reading(
-    path: Path, case: list[Any], good: list[bytes], parse: Callable[[str], records.Parsed[Any]]
+    path: Path, case: list[Any], good: list[bytes], parse: Callable[[str], value_checks.Parsed[Any]]
 ) -> list[Any]:
     """Every good record is found, in order; a reader that follows the growing file finds the same as a fresh one."""
     content = content_of(case, good)
     path.write_bytes(content)
-    found = list(records.read_records(path, parse))
-    read = [record for record, _ in found if record is not None]
+    fresh = RecordTail(path, parse)
+    read = list(fresh.whole_file())
     wanted = [repr(parse(good[line].decode())[0]) for line in case if isinstance(line, int)]
     left = iter(map(repr, read))
     assert all(any(record == each for each in left) for record in wanted), "a good record is missing"
-    assert len(found) <= len(case)
+    assert len(read) <= len(case)
     path.write_bytes(b"")
     tail = RecordTail(path, parse)
     followed = []
@@ -72,27 +71,27 @@ def check_reading(
         followed += tail.read()
     tail.close()
     assert list(map(repr, followed)) == list(map(repr, read)), "a reader that follows sees something else"  # NaN != NaN
-    assert tail.unreadable == sum(damaged for _, damaged in found)
+    assert tail.unreadable == fresh.unreadable <= len(case)
     return read
 
 
-def check_appending(path: Path, content: bytes, line: bytes, parse: Callable[[str], records.Parsed[Any]]) -> None:
+def check_appending(path: Path, content: bytes, line: bytes, parse: Callable[[str], value_checks.Parsed[Any]]) -> None:
     """A record that is appended after a torn line, while another process appends too, is read."""
     path.write_bytes(content.removesuffix(b"\n"))
-    before = sum(record is not None for record, _ in records.read_records(path, parse))
+    before = len(list(RecordTail(path, parse).whole_file()))
     first, second = JsonLines(path), JsonLines(path)
     for lines in (first, second, first):
         lines.append(line.decode())
     first.close()
     second.close()
-    assert sum(record is not None for record, _ in records.read_records(path, parse)) == before + 3
+    assert len(list(RecordTail(path, parse).whole_file())) == before + 3
 
 
 def test_heartbeats(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     path = tmp_path / names.heartbeat(0)
 
     def check(case: list[Any]) -> None:
-        read = check_reading(path, case, BEATS, beat_parser())
+        read = check_reading(path, case, BEATS, beat_fields())
         path.write_bytes(content_of(case, BEATS))
         beats = list(read_beats(path))
         assert len(beats) == len(read)
@@ -101,11 +100,11 @@ def test_heartbeats(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         assert newest is None or newest.to_line() == beats[-1].to_line()
         assert all(0 < beat.pid < 2**31 and beat.step >= 0 for beat in beats)
         for beat in beats:
-            again, damaged = beat_parser()(beat.to_line())
+            again, damaged = beat_fields()(beat.to_line())
             assert again is not None
-            assert again.to_line() == beat.to_line()
+            assert beat_of_fields(again).to_line() == beat.to_line()
             assert not damaged
-        check_appending(path, content_of(case, BEATS), BEATS[1], beat_parser())
+        check_appending(path, content_of(case, BEATS), BEATS[1], beat_fields())
 
     fuzz.run(lines_of(BEATS), check, examples=400, read_seed=json.loads)
 
@@ -116,9 +115,7 @@ def test_events(fuzz: FuzzCampaign, tmp_path: Path) -> None:
     def check(case: list[Any]) -> None:
         read = check_reading(path, case, EVENTS, parse_event)
         path.write_bytes(content_of(case, EVENTS))
-        events, unreadable = read_events_and_damage(tmp_path)
-        assert len(events) == len(read)
-        assert unreadable <= len(case)
+        assert len(read_events(tmp_path)) == len(read)
         check_appending(path, content_of(case, EVENTS), EVENTS[0], parse_event)
 
     fuzz.run(lines_of(EVENTS), check, examples=400, read_seed=json.loads)

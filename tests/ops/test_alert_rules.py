@@ -14,8 +14,9 @@ from nsa_train import names
 from nsa_train.watch import run_metrics
 from nsa_train.watch.alert_rules import EXPORTER_DOWN, REFRESH, alert_name, rule_file
 from nsa_train.watch.conditions import CONDITIONS
-from nsa_train.watch.history import ClockReading
-from nsa_train.watch.run_metrics import CountedHistory, samples
+from nsa_train.watch.history import RunHistory
+from nsa_train.watch.run_metrics import samples
+from nsa_train.watch.run_reader import ClockReading
 from tests.nsa_train.watch import recorded
 from tests.nsa_train.watch.recorded import HEALTHY, UNWELL, Recording
 from tests.ops.needs import programs
@@ -121,7 +122,7 @@ def scrapes(recording: Recording) -> Iterator[tuple[int, dict[str, float]]]:
     things = [(event.ts, event) for event in recording.events]
     things += [(beat.ts, beat) for log in recording.beats.values() for beat in log]
     things.sort(key=lambda pair: pair[0])
-    history = CountedHistory(facts=recording.facts)
+    history = RunHistory(facts=recording.facts)
     for number in range(count + 1):
         now = recording.end - (count - number) * SCRAPE_S
         while things and things[0][0] <= now:
@@ -136,7 +137,7 @@ def scrapes(recording: Recording) -> Iterator[tuple[int, dict[str, float]]]:
             yield number * SCRAPE_S, dict(_series(history, now, local, shift=recording.end - count * SCRAPE_S))
 
 
-def _series(history: CountedHistory, now: float, local: set[int], shift: float) -> Iterator[tuple[str, float]]:
+def _series(history: RunHistory, now: float, local: set[int], shift: float) -> Iterator[tuple[str, float]]:
     asked_for = str(CONDITIONS)
     for metric, labels, value in samples(history, ClockReading(now, now), local):
         name = metric.served_name

@@ -12,7 +12,7 @@ from nsa_train.data.prepare.plan import make_plan
 from nsa_train.data.prepare.run import prepare
 from nsa_train.data.shards.manifest import MANIFEST_NAME, read_manifest
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import last_beat, read_beats
+from nsa_train.record.heartbeat_record import last_beat, read_beats
 from nsa_train.shipped import CORPUS
 from nsa_train.storage import StorageFolder
 from nsa_train.train.launch.launcher import LOGS

@@ -16,7 +16,7 @@ import pytest
 
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
-from nsa_train.record.heartbeat_file import last_beat, read_beats
+from nsa_train.record.heartbeat_record import last_beat, read_beats
 from nsa_train.train.launch.launcher import LOGS
 from proofs import import_path
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config

@@ -16,10 +16,10 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from nsa_train.record.run_data import load
+from nsa_train.watch.run_reader import load
 from nsa_train.watch.view.monitor.frame import frame
 from nsa_train.watch.view.report import compare_report, run_report
-from nsa_train.watch.view.snapshot import take_snapshot
+from nsa_train.watch.view.summary import take_snapshot
 
 CELL_W, CELL_H, MARGIN = 8.4, 18.0, 12.0
 PAPER, INK = "#14181c", "#d5dce2"

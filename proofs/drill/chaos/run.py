@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nsa.errors import ConfigError
 from nsa_train.watch.view.measured_goodput import TimeCause
-from nsa_train.watch.view.snapshot import take_snapshot
+from nsa_train.watch.view.summary import take_snapshot
 from proofs.drill.chaos.cluster import ChaosCluster
 from proofs.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, TIMEOUT_S, ChaosFault
 from proofs.drill.chaos.faults import INJECTORS, FaultStage

@@ -12,10 +12,9 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, RunEvent, parse_event
-from nsa_train.record.heartbeat_file import beat_parser
-from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.record.records import Parsed
-from nsa_train.record.tail import RecordTail
+from nsa_train.record.heartbeat_record import beat_fields
+from nsa_train.record.record_files import RecordTail
+from nsa_train.record.value_checks import Parsed
 
 _ORDINARY = (
     EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.COPIED, EventKind.EVALUATION, EventKind.DONE
@@ -49,7 +48,7 @@ class RunObserver:
     def __init__(self, folder: Path, run_folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._run_folder, self._clock = folder, run_folder, clock
         self._events = RecordTail(run_folder / names.EVENTS, parse_event)
-        self._beats = RecordTail(run_folder / names.heartbeat(0), beat_parser(0))
+        self._beats = RecordTail(run_folder / names.heartbeat(0), beat_fields(0))
         self._logs: dict[Path, RecordTail[str]] = {}
         self._unreadable = 0
         self.sightings: list[Sighting] = []
@@ -62,7 +61,7 @@ class RunObserver:
 
     def update(self) -> None:
         for beat in self._beats.read():
-            self._add_beat(beat)
+            self._add_beat(beat["msg"], beat["step"])
         for event in self._events.read():
             if (kind := _kind(event)) is not None:
                 self.add(kind, _text(event), event.step)
@@ -83,12 +82,12 @@ class RunObserver:
         for tail in tails:
             tail.close()
 
-    def _add_beat(self, beat: HeartbeatRecord) -> None:
-        if beat.msg != names.PROGRESS:
+    def _add_beat(self, msg: str, step: int) -> None:
+        if msg != names.PROGRESS:
             return
-        self.step, self.progressed_at = beat.step, self._clock()
-        self.repeated_steps += beat.step <= self.furthest_step
-        self.furthest_step = max(self.furthest_step, beat.step)
+        self.step, self.progressed_at = step, self._clock()
+        self.repeated_steps += step <= self.furthest_step
+        self.furthest_step = max(self.furthest_step, step)
 
     def _log_files(self) -> Iterator[tuple[Path, re.Pattern[str]]]:
         """Log files, and what is a problem in them: the watchdog's quotes findings, which are events already."""

@@ -11,7 +11,7 @@ from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.health import examine
 from nsa_train.watch.history import RunHistory
 from nsa_train.watch.view.measured_goodput import TimeCause
-from nsa_train.watch.view.snapshot import take_snapshot
+from nsa_train.watch.view.summary import take_snapshot
 from proofs.drill import artifacts
 from proofs.drill.chaos.fault_classes import PROFILES
 from proofs.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault

@@ -5,9 +5,8 @@ from dataclasses import fields
 import pytest
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.heartbeat_file import CHECKS
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record import value_checks
+from nsa_train.record.heartbeat_record import CHECKS, HeartbeatRecord
 from nsa_train.record.metric_writers import MetricWriters, tracked_numbers
 
 pytest.importorskip("tensorboard", reason="part of the train extra")
@@ -38,7 +37,11 @@ def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):
 def test_csv_has_every_number_of_a_record(tmp_path):
     """TensorBoard and the trackers have the same."""
     numbers = {field.name: float(n) for n, field in enumerate(fields(HeartbeatRecord)) if field.default is None}
-    texts = {name for name, check in CHECKS.items() if check not in (records.number, records.whole, records.amount)}
+    texts = {
+        name
+        for name, check in CHECKS.items()
+        if check not in (value_checks.number, value_checks.whole, value_checks.amount)
+    }
     numbers = {name: value for name, value in numbers.items() if name not in texts}
     beat = HeartbeatRecord.now(
         ts=1.0, rank=0, step=1, msg=names.PROGRESS, **numbers, gate_branch_shares=(0.1, 0.2, 0.7)

@@ -6,7 +6,8 @@ import pytest
 
 from nsa.errors import ConfigError
 from nsa_train import names
-from nsa_train.record.run_data import ABSENT, NOT_FINITE, RankSeries, RunFollower, ThinnedSeries, load
+from nsa_train.record.run_data import ABSENT, NOT_FINITE, RankSeries, ThinnedSeries
+from nsa_train.watch.run_reader import RunReader, load
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run
 from tests.nsa_train.record.written import of_ranks, write_run
 
@@ -68,12 +69,13 @@ def test_last_words_are_kept():
 def test_following_finds_what_reading_at_once_finds(tmp_path):
     beats = [*a_run(30), *a_run(20, first=21, began=BEGAN + 500, pid=7)]
     whole = load(write_run(tmp_path / "whole", beats))
-    follower = RunFollower(write_run(tmp_path / "live", beats[:10]))
+    follower = RunReader(write_run(tmp_path / "live", beats[:10]), whole=True)
     follower.update()
     write_run(tmp_path / "live", beats[10:25])
     follower.update()
     write_run(tmp_path / "live", beats[25:])
-    live = follower.update()
+    follower.update()
+    live = follower.data
     follower.close()
     assert live.lead.step == whole.lead.step
     assert live.lead.superseded == whole.lead.superseded

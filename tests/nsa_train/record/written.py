@@ -8,8 +8,8 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, add_event
-from nsa_train.record.heartbeat_file import JsonLines
 from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.record_files import JsonLines
 from tests.nsa_train.record.beats import a_run
 
 CONFIG = {"train": {"steps": 1000, "lr": 3e-4, "out_dir": "artifacts/run"}, "nsa": {"n_sel": 4, "l_sel": 64}}

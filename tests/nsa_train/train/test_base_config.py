@@ -5,7 +5,7 @@ import math
 import pytest
 
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from tests.nsa_train.train.runs import Job, run_all
 
 

@@ -19,7 +19,7 @@ from nsa_train.train.run import train
 from nsa_train.train.start_options import StartOptions
 from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.health import examine
-from nsa_train.watch.history import HistoryReader
+from nsa_train.watch.run_reader import RunReader
 from proofs.drill.object_store import BUCKET, ObjectStore
 from tests.nsa_train.checkpoint.conftest import client, server  # noqa: F401 - fixtures
 from tests.nsa_train.train.runs import Job, run_all, write_config
@@ -66,7 +66,7 @@ def copies(folder: Path) -> list[RunEvent]:
 
 
 def found(folder: Path) -> list[str]:
-    reader = HistoryReader(folder / "run")
+    reader = RunReader(folder / "run")
     try:
         findings = examine(reader.update(), now=reader.now.steady, limits=HealthLimits())
     finally:

@@ -17,7 +17,7 @@ from nsa_train import names
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here, parse_target
 from nsa_train.planning.preflight import RuleStatus, judge
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train import datasets
 from nsa_train.train import dry_run as module
 from nsa_train.train.distributed import RankInfo

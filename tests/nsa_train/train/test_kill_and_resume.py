@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from tests.nsa_train.train.runs import environment, write_config
 
 STEPS, SAVE_EVERY = 16, 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from tests.nsa_train.train.runs import Job, run_all
 
 DOCUMENTS = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(400)]

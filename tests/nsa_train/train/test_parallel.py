@@ -7,7 +7,7 @@ import torch
 
 from nsa_train.config.layer import flatten
 from nsa_train.names import PROGRESS, heartbeat
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from tests.attention_options import OPTIONS
 from tests.nsa_train.train.runs import Job, run_all
 

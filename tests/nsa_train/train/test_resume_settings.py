@@ -16,7 +16,7 @@ from nsa_train.config.describe import may_change_on_resume
 from nsa_train.config.layer import flatten
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module
 from nsa_train.train.resume import changed_settings, require_same_settings

@@ -8,7 +8,7 @@ from nsa.kernels import registry
 from nsa.kernels.cpu import build, library
 from nsa_train import names
 from nsa_train.config import load
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.run import train
 from nsa_train.train.run_outputs import SilentReporter
 from tests.nsa_train.train.runs import write_config

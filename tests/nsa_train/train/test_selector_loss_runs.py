@@ -9,8 +9,7 @@ import torch
 from nsa.model.loss import IGNORE
 from nsa.model.transformer import NSATransformer
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule, TransformerTrainModule
 from tests.nsa_train.train.runs import Job, run_all
 from tests.shapes import attention_args

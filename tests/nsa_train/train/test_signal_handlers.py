@@ -15,7 +15,7 @@ import pytest
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import last_beat, read_beats
+from nsa_train.record.heartbeat_record import last_beat, read_beats
 from nsa_train.record.run_folder import RunFolder
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, Job, environment, free_port, write_config

@@ -15,7 +15,7 @@ from nsa_train.config import load
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import hardware_here
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.dry_run import dry_run
 from nsa_train.train.engine.build import build_train_module

@@ -26,7 +26,7 @@ class Recording:
     facts: RunFacts = field(
         default_factory=lambda: RunFacts(
             host="here", world=1, local_world=1, steps=50_000, log_every=1, save_every=200, eval_every=100,
-            dataset="fineweb_edu", loader_timeout_s=120.0,
+            dataset="fineweb_edu",
         )
     )  # fmt: skip
     events: list[RunEvent] = field(default_factory=list)

@@ -18,10 +18,10 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.record.events import read_events
 from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.record.records import fields, parse_record, read_rows, whole
-from nsa_train.record.run_data import load
+from nsa_train.record.record_files import parse_record, read_rows
+from nsa_train.record.value_checks import fields, whole
 from nsa_train.watch.exporter import RunsCollector
-from nsa_train.watch.history import HistoryReader
+from nsa_train.watch.run_reader import RunReader, load
 from tests.nsa_train.record.damaged import copy_run
 
 COMMAND = typer.main.get_command(app)  # once: CliRunner makes it anew for every call
@@ -99,7 +99,7 @@ def test_a_field_of_the_wrong_type_costs_the_field_and_not_the_beat(tmp_path):
     *lines, _ = (bad / names.heartbeat(0)).read_text().splitlines()
     last = json.loads(lines[-1]) | {"loss": "x", "gate_shares_by_layer": [[1], 2], "step_s": -1.0, "synthetic": 1}
     (bad / names.heartbeat(0)).write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
-    reader = HistoryReader(bad)
+    reader = RunReader(bad)
     log = reader.update().ranks[0]
     reader.close()
     assert log.last.step == 24

@@ -25,8 +25,8 @@ from prometheus_client.registry import CollectorRegistry
 from nsa.errors import ConfigError
 from nsa_train import names
 from nsa_train.record.events import EventKind, add_event
-from nsa_train.record.heartbeat_file import JsonLines
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
+from nsa_train.record.record_files import JsonLines
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.watch import run_metrics
 from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, SharedScrapes, is_loopback, run_names

@@ -7,22 +7,23 @@ from pathlib import Path
 import pytest
 
 from nsa_train import names
-from nsa_train.record.events import EventKind, LauncherAction, add_event, read_events_and_damage
+from nsa_train.record.events import EventKind, LauncherAction, add_event, read_events
 from nsa_train.record.failure_codes import FailureCode
-from nsa_train.record.heartbeat_file import beat_parser
+from nsa_train.record.heartbeat_record import beat_fields, beat_of_fields
 from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.health import examine
-from nsa_train.watch.history import HistoryReader, RunHistory
+from nsa_train.watch.history import RunHistory
+from nsa_train.watch.run_reader import RunReader
 
 OLD = Path(__file__).parent / "fixtures" / "failures_without_code.jsonl"
 
 
 def conditions(beat: dict) -> list[str]:
-    record, damaged = beat_parser()(json.dumps(beat))
-    assert record is not None
+    values, damaged = beat_fields()(json.dumps(beat))
+    assert values is not None
     assert not damaged
     history = RunHistory()
-    history.add(record, 0.0)
+    history.add(beat_of_fields(values), 0.0)
     return [finding.name for finding in examine(history, now=1.0, limits=HealthLimits())]
 
 
@@ -51,9 +52,9 @@ def test_an_end_that_only_an_event_tells_of_is_named_by_its_code_and_a_signal_is
     add_event(tmp_path, EventKind.START, ts=1.0, step=0)
     details = {"launcher": LauncherAction.GAVE_UP, "why": "reworded", "code": -signal.SIGKILL, "rank": 1}
     add_event(tmp_path, EventKind.ERROR, ts=2.0, step=3, **details, failure_code=FailureCode.OUT_OF_MEMORY)
-    events, unreadable = read_events_and_damage(tmp_path)
-    assert (events[-1].details["code"], events[-1].details["rank"], unreadable) == (-9, 1, 0)
-    reader = HistoryReader(tmp_path)
+    details = read_events(tmp_path)[-1].details
+    assert (details["code"], details["rank"]) == (-9, 1)
+    reader = RunReader(tmp_path)
     history = reader.update()
     reader.close()
     assert [f.name for f in examine(history, now=reader.now.steady, limits=HealthLimits())] == ["out_of_memory"]

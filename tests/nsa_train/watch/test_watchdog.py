@@ -9,10 +9,10 @@ import pytest
 from nsa_train import names
 from nsa_train.record import halt_file
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import JsonLines
+from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.watch.hang_diagnosis import HangDiagnosis, ranks_behind
-from nsa_train.watch.history import HistoryReader
+from nsa_train.watch.run_reader import RunReader
 from nsa_train.watch.status import RunPhase
 from nsa_train.watch.watchdog import Watchdog, watch
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
@@ -33,7 +33,7 @@ class Watched:
         self.step = 0
 
     def new_dog(self) -> Watchdog:
-        reader = HistoryReader(self.path, self.clock, host="another")
+        reader = RunReader(self.path, self.clock, host="another")
         return Watchdog(self.path, halt=self.halts, limits=HealthLimits(), emit=self.said.append, reader=reader)
 
     def go_on(self, steps: int, **changed) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import JsonLines, last_beat
+from nsa_train.record.heartbeat_record import last_beat
+from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.hang_diagnosis import HangDiagnosis
 from nsa_train.watch.history import RunHistory

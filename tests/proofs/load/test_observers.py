@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[ops]'")
 
-from nsa_train.record import records
-from nsa_train.record.heartbeat_file import beat_parser
+from nsa_train.record.heartbeat_record import beat_fields
+from nsa_train.record.record_files import RecordTail
 from proofs.load.observers import measure_exporter, measure_views
 from proofs.load.run_folders import append_steps, write_run_folder
 
@@ -13,9 +13,9 @@ from proofs.load.run_folders import append_steps, write_run_folder
 def test_written_run_folders_are_read_without_damage(tmp_path):
     run = write_run_folder(tmp_path / "run", 20, saves=4)
     append_steps(run, 21, 2)
-    parsed = list(records.read_records(run / "heartbeat_rank0.jsonl", beat_parser()))
-    assert [beat.step for beat, _ in parsed if beat is not None] == list(range(23))
-    assert not any(damaged for _, damaged in parsed)
+    tail = RecordTail(run / "heartbeat_rank0.jsonl", beat_fields())
+    assert [beat["step"] for beat in tail.read()] == list(range(23))
+    assert tail.unreadable == 0
 
 
 def test_every_scraper_sees_every_run_and_the_newest_step():

@@ -32,7 +32,7 @@ def monitor(
     """
     from rich.console import Console
 
-    from nsa_train.watch.view.snapshot import SnapshotReader
+    from nsa_train.watch.view.summary import SnapshotReader
 
     console = Console(highlight=False, markup=False)
     reader = SnapshotReader(run)

@@ -30,7 +30,7 @@ def report(
     require_writable_file(path)
 
     from nsa_train.watch.view.report.run_report import render
-    from nsa_train.watch.view.snapshot import take_snapshot
+    from nsa_train.watch.view.summary import take_snapshot
 
     _write(path, render(take_snapshot(run)))
 
@@ -53,7 +53,7 @@ def compare(
         )
     require_writable_file(out)
 
-    from nsa_train.record.run_data import load
+    from nsa_train.watch.run_reader import load
 
     loaded = [load(folder) for folder in runs]
     if as_json:

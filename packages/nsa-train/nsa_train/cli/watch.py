@@ -141,10 +141,10 @@ def smoke(
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
-    from nsa_train.watch.history import HistoryReader
+    from nsa_train.watch.run_reader import RunReader
     from nsa_train.watch.status import phase
 
-    reader, until, shown = HistoryReader(folder), time.monotonic() + timeout_s, ""
+    reader, until, shown = RunReader(folder), time.monotonic() + timeout_s, ""
     while True:
         history = reader.update()
         logs = list(history.present.values())
@@ -167,10 +167,10 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
 
 def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
     from nsa_train.watch.health import examine
-    from nsa_train.watch.history import HistoryReader
+    from nsa_train.watch.run_reader import RunReader
     from nsa_train.watch.status import status_of
 
-    reader = HistoryReader(folder)
+    reader = RunReader(folder)
     try:
         history = reader.update()
         findings = examine(history, now=reader.now.steady, limits=limits)
@@ -180,9 +180,9 @@ def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
 
 
 def _print_pids(folder: Path) -> None:
-    from nsa_train.watch.history import HistoryReader
+    from nsa_train.watch.run_reader import RunReader
 
-    reader = HistoryReader(folder)
+    reader = RunReader(folder)
     try:
         reader.update()
         pids = reader.processes()
@@ -199,10 +199,9 @@ def _show(folder: Path, status: "RunStatus") -> None:
     from rich.text import Text
 
     from nsa_train.record.halt_file import age
-    from nsa_train.record.records import describe_unreadable
+    from nsa_train.record.record_files import describe_unreadable
     from nsa_train.watch.conditions import AlertLevel
-    from nsa_train.watch.status import RunPhase
-    from nsa_train.watch.watchdog import by_condition, ranks_of
+    from nsa_train.watch.status import RunPhase, group_findings, ranks_of
 
     console = Console(highlight=False)
     colour = ("green", "yellow", "red")[status.exit_code]
@@ -227,7 +226,7 @@ def _show(folder: Path, status: "RunStatus") -> None:
         rows.append(("unreadable", describe_unreadable(status.unreadable)))
     for name, text in rows:
         console.print(f"  {name:11}{printable(text)}", markup=False, soft_wrap=True)
-    for same in by_condition(status.findings):
+    for same in group_findings(status.findings):
         first, ranks = same[0], ranks_of(same)
         colour = "red" if first.level == AlertLevel.CRITICAL else "yellow"
         where = f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if ranks else ""
@@ -241,11 +240,11 @@ def _show(folder: Path, status: "RunStatus") -> None:
 
 
 def _line(status: "RunStatus") -> str:
-    from nsa_train.watch.watchdog import by_condition, describe
+    from nsa_train.watch.status import describe_findings, group_findings
 
     word = ("OK", "WARNING", "CRITICAL")[status.exit_code]
     loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
-    wrong = "".join(f"; {describe(same)}" for same in by_condition(status.findings))
+    wrong = "".join(f"; {describe_findings(same)}" for same in group_findings(status.findings))
     return f"{word} {status.phase} at step {status.step}{loss}{wrong}"
 
 

@@ -16,8 +16,8 @@ from nsa.errors import CheckpointError, ConfigError
 from nsa_train import names
 from nsa_train.checkpoint.trained_model import TrainedModel
 from nsa_train.config.schema import RunConfig
-from nsa_train.record import run_data
 from nsa_train.record.evaluations import read_evaluations
+from nsa_train.watch import run_reader
 from nsa_train.watch.view.report.evaluation_tables import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
@@ -126,7 +126,7 @@ def _evaluations(checkpoint: Path, step: int) -> dict[str, str]:
 def _losses(checkpoint: Path, step: int) -> tuple[float | None, float | None, int | None]:
     """Training loss, held-out loss and its step, from the run folder; None where they are not recorded."""
     try:
-        run = run_data.load(checkpoint.parent.parent)
+        run = run_reader.load(checkpoint.parent.parent)
     except ConfigError:  # a checkpoint outside a run folder
         return None, None, None
     lead = run.lead

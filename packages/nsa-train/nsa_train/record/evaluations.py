@@ -15,7 +15,7 @@ from nsa import __version__
 from nsa.errors import OutputError
 from nsa.files import file_lock, write_atomic
 from nsa_train import names
-from nsa_train.record import records
+from nsa_train.record import record_files, value_checks
 
 _FORMAT = 1
 HELD_OUT = "held_out_loss"
@@ -25,54 +25,34 @@ LAYERS = "layers"
 LM_EVAL = "lm_eval/"
 """Results of lm-evaluation-harness are named by this and the task."""
 
-_POSITION = {
-    "begin": records.whole, "end": records.whole, "tokens": records.whole, "loss": records.number,
-    "standard_error": records.number, "bits_per_byte": records.number, "accuracy": records.amount,
+_CHECKS: Mapping[str, value_checks.Check] = {
+    **dict.fromkeys(("data", "kind", "model"), value_checks.text),
+    **dict.fromkeys(
+        ("begin", "end", "examples", "layer", "length", "queries", "questions", "rows", "seq_len",
+         "tokens"),
+        value_checks.whole,
+    ),
+    **dict.fromkeys(
+        ("against_loss", "answer_nats", "bits_per_byte", "difference", "gain", "loss", "removed", "standard_error"),
+        value_checks.number,
+    ),
+    **dict.fromkeys(
+        ("accuracy", "accuracy_if_hit", "accuracy_if_missed", "against_accuracy", "against_exact_match", "chance",
+         "depth", "difference_standard_error", "divergence", "divergence_standard_error", "exact_match", "fact_hit",
+         "forced_mass", "harm", "harm_standard_error", "hit_rate", "mass_caught", "needle_hit", "same_top",
+         "scored_mass", "window_mass"),
+        value_checks.amount,
+    ),
+    **dict.fromkeys(
+        ("accuracy_interval", "against_accuracy_interval", "exact_match_interval", "needle_hit_by_layer"),
+        value_checks.numbers,
+    ),
+    **dict.fromkeys(("advised", "keep_dense"), value_checks.wholes),
+    **dict.fromkeys(("by_position", "layers"), value_checks.anything),
 }  # fmt: skip
-_HELD_OUT = {
-    "data": records.text, "seq_len": records.whole, "rows": records.whole, "tokens": records.whole,
-    "loss": records.number, "standard_error": records.number, "bits_per_byte": records.number,
-    "accuracy": records.amount, "by_position": records.anything, "model": records.text,
-}  # fmt: skip
-_COMPARED = {
-    "tokens": records.whole, "loss": records.number, "against_loss": records.number, "difference": records.number,
-    "difference_standard_error": records.amount, "same_top": records.amount, "divergence": records.amount,
-    "divergence_standard_error": records.amount,
-}  # fmt: skip
-_COMPARED_REQUIRED = ("tokens", "loss", "against_loss", "difference", "same_top", "divergence")
-_AGREEMENT = {
-    "data": records.text, "seq_len": records.whole, "rows": records.whole, "against": records.text,
-    "by_position": records.anything, **_COMPARED,
-}  # fmt: skip
-_HARM = {
-    "layer": records.whole, "kind": records.text, "harm": records.amount, "harm_standard_error": records.amount,
-    "gain": records.number, "window_mass": records.amount, "forced_mass": records.amount,
-    "scored_mass": records.amount,
-}  # fmt: skip
-_LAYERS = {
-    "data": records.text, "seq_len": records.whole, "rows": records.whole, "against": records.text,
-    "divergence": records.amount, "keep_dense": records.wholes, "advised": records.wholes,
-    "removed": records.number, "layers": records.anything,
-}  # fmt: skip
-_LAYER = {
-    "layer": records.whole, "queries": records.whole, "hit_rate": records.amount, "chance": records.amount,
-    "mass_caught": records.amount, "window_mass": records.amount, "forced_mass": records.amount,
-    "scored_mass": records.amount,
-}  # fmt: skip
-_LAYER_REQUIRED = ("layer", "hit_rate", "mass_caught")
-_FACTS = {
-    "layer": records.whole, "questions": records.whole, "chance": records.amount, "fact_hit": records.amount,
-    "accuracy": records.amount, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
-}  # fmt: skip
-_CELL = {
-    "length": records.whole, "depth": records.amount, "examples": records.whole, "chance": records.amount,
-    "accuracy": records.amount, "accuracy_interval": records.numbers, "exact_match": records.amount,
-    "exact_match_interval": records.numbers, "answer_nats": records.number, "needle_hit": records.amount,
-    "needle_hit_by_layer": records.numbers, "accuracy_if_hit": records.amount, "accuracy_if_missed": records.amount,
-    "against": records.text, "against_accuracy": records.amount, "against_accuracy_interval": records.numbers,
-    "against_exact_match": records.amount,
-}  # fmt: skip
-_CELL_REQUIRED = ("length", "depth", "examples", "accuracy", "exact_match")
+"""Checks of the values of all results: a name means the same in each."""
+_COMPARED = ("tokens", "loss", "against_loss", "difference", "same_top", "divergence")
+_LAYER = ("layer", "hit_rate", "mass_caught")
 
 
 @dataclass
@@ -141,7 +121,7 @@ def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    content, damaged = records.read_section(path)
+    content, damaged = record_files.read_section(path)
     if damaged or (content is not None and content.get("format") != _FORMAT):
         raise OutputError(
             f"{path} is not a results file of this version, so results cannot be added to it. Move it away, or name "
@@ -153,63 +133,51 @@ def _read(path: Path) -> dict[str, Any]:
 def checked_results(step: int | None, results: Mapping[str, Any], model: str = "") -> ModelEvaluation:
     """Results as they are written to a file, with every value checked."""
     evaluation = ModelEvaluation(step, model)
+
+    def figures(result: dict[str, Any], required: tuple[str, ...], rows: str, row_required: tuple[str, ...]) -> Any:
+        """Check a result and its rows; None, and counted, if a required figure is missing."""
+        values, damaged = value_checks.fields(result, _CHECKS, required)
+        evaluation.unreadable += int(damaged)
+        return None if values is None else {**values, rows: _rows(values.get(rows), row_required)}
+
     for name, value in results.items():
-        result = records.section(value) or {}
+        result = value_checks.section(value) or {}
         if name == HELD_OUT:
-            evaluation.held_out = _positions(evaluation, result, _HELD_OUT, ("loss", "tokens"))
-            if (other := records.section(result.get("against"))) is not None:
-                evaluation.held_out_against = _positions(evaluation, other, _HELD_OUT, ("loss", "tokens"))
+            held_out = (("loss", "tokens"), "by_position", ("begin", "end", "loss"))
+            evaluation.held_out = figures(result, *held_out)
+            if (other := value_checks.section(result.get("against"))) is not None:
+                evaluation.held_out_against = figures(other, *held_out)
         elif name == AGREEMENT:
-            evaluation.agreement = _positions(evaluation, result, _AGREEMENT, _COMPARED_REQUIRED)
+            evaluation.agreement = figures(result, _COMPARED, "by_position", ("begin", "end", *_COMPARED))
         elif name == LAYERS:
-            values, damaged = records.fields(result, _LAYERS, required=("divergence",))
-            evaluation.unreadable += int(damaged)
-            if values is not None:
-                values["layers"] = _rows(values.get("layers"), _HARM, ("layer", "harm", "gain"))
-            evaluation.layers = values
+            evaluation.layers = figures(result, ("divergence",), "layers", ("layer", "harm", "gain"))
         elif name == SELECTION:
-            evaluation.selection = _rows(result.get("layers"), _LAYER, _LAYER_REQUIRED)
-            other = records.section(result.get("against")) or {}
-            evaluation.selection_against = _rows(other.get("layers"), _LAYER, _LAYER_REQUIRED)
-            facts = records.section(result.get("facts")) or {}
-            for rows, required in ((facts.get("layers"), ("layer",)), ([facts.get("any_layer")], ())):
-                evaluation.facts += _rows(rows, _FACTS, (*required, "questions", "fact_hit"))
+            other = value_checks.section(result.get("against")) or {}
+            facts = value_checks.section(result.get("facts")) or {}
+            evaluation.selection = _rows(result.get("layers"), _LAYER)
+            evaluation.selection_against = _rows(other.get("layers"), _LAYER)
+            evaluation.facts = _rows(facts.get("layers"), ("layer", "questions", "fact_hit"))
+            evaluation.facts += _rows([facts.get("any_layer")], ("questions", "fact_hit"))
         elif name.startswith(LM_EVAL):
-            metrics = records.section(result.get("metrics")) or {}
-            checked = {metric: records.number(value) for metric, value in metrics.items()}
+            metrics = value_checks.section(result.get("metrics")) or {}
+            checked = {metric: value_checks.number(value) for metric, value in metrics.items()}
             evaluation.lm_eval[name.removeprefix(LM_EVAL)] = {k: v for k, v in checked.items() if v is not None}
-        elif cells := _rows(result.get("cells"), _CELL, _CELL_REQUIRED):
+        elif cells := _rows(result.get("cells"), ("length", "depth", "examples", "accuracy", "exact_match")):
             evaluation.far_tasks[name] = sorted(cells, key=lambda cell: (cell["length"], cell["depth"]))
         else:
             evaluation.unreadable += 1
     return evaluation
 
 
-def _positions(
-    evaluation: ModelEvaluation,
-    result: Mapping[str, Any],
-    checks: Mapping[str, records.Check],
-    required: tuple[str, ...],
-) -> dict[str, Any] | None:
-    """A result with figures by position; None, and counted, if a required figure is missing."""
-    values, damaged = records.fields(result, checks, required=required)
-    evaluation.unreadable += int(damaged)
-    if values is not None:
-        of_rows = {**_POSITION, **_COMPARED} if checks is _AGREEMENT else _POSITION
-        wanted = _COMPARED_REQUIRED if checks is _AGREEMENT else ("loss",)
-        values["by_position"] = _rows(values.get("by_position"), of_rows, ("begin", "end", *wanted))
-    return values
-
-
 def _checked(step: int | None, path: Path) -> ModelEvaluation:
-    content, damaged = records.read_section(path)
+    content, damaged = record_files.read_section(path)
     if damaged or content is None or content.get("format") != _FORMAT:
         return ModelEvaluation(step, unreadable=1)
-    results = records.section(content.get("results")) or {}
-    return checked_results(step, results, records.text(content.get("model")) or "")
+    results = value_checks.section(content.get("results")) or {}
+    return checked_results(step, results, value_checks.text(content.get("model")) or "")
 
 
-def _rows(value: Any, checks: Mapping[str, records.Check], required: tuple[str, ...]) -> list[dict[str, Any]]:
+def _rows(value: Any, required: tuple[str, ...]) -> list[dict[str, Any]]:
     items = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-    checked = (records.fields(item, checks, required)[0] for item in items)
+    checked = (value_checks.fields(item, _CHECKS, required)[0] for item in items)
     return [row for row in checked if row is not None]

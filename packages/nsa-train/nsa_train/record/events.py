@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.heartbeat_file import JsonLines
-from nsa_train.record.records import to_line
+from nsa_train.record import record_files, value_checks
+from nsa_train.record.record_files import JsonLines, RecordTail, to_line
 
 
 class LauncherAction(StrEnum):
@@ -76,43 +75,38 @@ def add_event(run_folder: Path, kind: EventKind, *, ts: float, step: int, **deta
 
 
 _CHECKS = {
-    "ts": records.time_stamp,
-    "event": records.text,
-    "step": records.whole,
-    **dict.fromkeys(("val_loss", "loss", "grad_norm"), records.number),
-    "val_accuracy": records.amount,
-    **dict.fromkeys(("steps", "world", "tokens"), records.whole),
-    "code": records.exit_status,
+    "ts": value_checks.time_stamp,
+    "event": value_checks.text,
+    "step": value_checks.whole,
+    **dict.fromkeys(("val_loss", "loss", "grad_norm"), value_checks.number),
+    "val_accuracy": value_checks.amount,
+    **dict.fromkeys(("steps", "world", "tokens"), value_checks.whole),
+    "code": value_checks.exit_status,
     **dict.fromkeys(
         ("reason", "error", "problem", "why", "message", "condition", "level", "launcher", "origin", "data", "path",
-         "logs", "by", "aside", "failure_code", "address"), records.text,
+         "logs", "by", "aside", "failure_code", "address"), value_checks.text,
     ),
-    "over": records.flag,
-    "rank": records.rank_number,
+    "over": value_checks.flag,
+    "rank": value_checks.rank_number,
 }  # fmt: skip
 """Fields that readers use; others may have any type."""
 _KINDS = frozenset(EventKind)
 _COMMON_FIELDS = ("ts", "iso", "event", "step")
 
 
-def parse_event(line: str) -> records.Parsed[RunEvent]:
+def parse_event(line: str) -> value_checks.Parsed[RunEvent]:
     """One line of events.jsonl. Kinds of a later version are skipped without counting as damage."""
-    record, torn = records.parse_record(line)
+    record, torn = record_files.parse_record(line)
     if record is None:
         return None, torn
-    checks = dict.fromkeys(record, records.anything) | _CHECKS
-    values, damaged = records.fields(record, checks, ("ts", "event", "step"))
+    checks = dict.fromkeys(record, value_checks.anything) | _CHECKS
+    values, damaged = value_checks.fields(record, checks, ("ts", "event", "step"))
     if values is None or values["event"] not in _KINDS:
         return None, damaged
     details = {name: value for name, value in values.items() if name not in _COMMON_FIELDS}
     return RunEvent(values["ts"], EventKind(values["event"]), values["step"], details), damaged
 
 
-def read_events_and_damage(run_folder: Path) -> tuple[list[RunEvent], int]:
-    """Events, oldest first, and the number of records that could not be fully read."""
-    parsed = list(records.read_records(run_folder / names.EVENTS, parse_event))
-    return [event for event, _ in parsed if event is not None], sum(damaged for _, damaged in parsed)
-
-
 def read_events(run_folder: Path) -> list[RunEvent]:
-    return read_events_and_damage(run_folder)[0]
+    """Every readable event, oldest first."""
+    return list(RecordTail(run_folder / names.EVENTS, parse_event).whole_file())

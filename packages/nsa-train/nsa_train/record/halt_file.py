@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nsa.files import create_atomic, replace_file
 from nsa_train import names
-from nsa_train.record import records
+from nsa_train.record import record_files
 from nsa_train.record.events import EventKind, add_event
 
 _MAX_BYTES = 1 << 16
@@ -31,7 +31,7 @@ def read(folder: Path) -> HaltRequest | None:
     path = folder / names.HALT
     try:
         since = path.lstat().st_mtime
-        lines = records.read_text(path, _MAX_BYTES).splitlines()
+        lines = record_files.read_text(path, _MAX_BYTES).splitlines()
     except FileNotFoundError:
         return None
     except OSError as error:

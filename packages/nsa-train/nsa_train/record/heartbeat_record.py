@@ -1,18 +1,24 @@
 """Heartbeat record: the table of everything that a rank reports, one field each, with meaning, unit and names.
 
-Heartbeat files, training.csv, metrics.json, TensorBoard, W&B, MLflow, Prometheus, Grafana, monitor, report and
-docs/reference/HEARTBEAT.md are derived from it. A new metric is one field here, and the code that computes it.
+Each rank appends records to a file of its own. These files, training.csv, metrics.json, TensorBoard, W&B, MLflow,
+Prometheus, Grafana, monitor, report and docs/reference/HEARTBEAT.md are derived from it. A new metric is one field
+here, and the code that computes it.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from nsa_train.record import records
+from nsa_train import names
+from nsa_train.record import value_checks
+from nsa_train.record.record_files import RecordTail, parse_record, to_line
 
+ALIVE_EVERY_S = 15.0
+"""A run that makes progress writes a record at least this often, plus one step."""
 GATE_BRANCHES = ("compressed", "selected", "sliding")
 """Order of the gate shares."""
 _MIB = 2.0**20
@@ -242,7 +248,7 @@ class HeartbeatRecord:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_line(self) -> str:
-        return records.to_line(self.as_dict())
+        return to_line(self.as_dict())
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of the record by column name."""
@@ -263,3 +269,69 @@ METRICS: Mapping[str, RecordField] = {name: each for name, each in RECORD_FIELDS
 METRIC_COLUMNS = (*METRICS, *(column for each in RECORD_FIELDS.values() for column in each.columns))
 REQUIRED_FIELDS = tuple(each.name for each in fields(HeartbeatRecord) if each.default is MISSING and each.name != "iso")
 """Readers need them; `iso` is for people."""
+
+
+_CHECK_OF_TYPE: Mapping[Any, value_checks.Check] = {
+    float: value_checks.number,
+    int: value_checks.whole,
+    str: value_checks.text,
+    bool: value_checks.flag,
+    tuple[str, ...]: value_checks.texts,
+    tuple[float, ...]: value_checks.numbers,
+    tuple[tuple[float, ...], ...]: value_checks.rows_of_numbers,
+}
+_AMOUNTS = (MetricFormat.COUNT, MetricFormat.DURATION, MetricFormat.MEMORY)
+
+
+def _check(field: RecordField) -> value_checks.Check:
+    if field.type == float | None and field.format in _AMOUNTS:
+        return value_checks.amount
+    return next(check for kind, check in _CHECK_OF_TYPE.items() if field.type in (kind, kind | None))
+
+
+CHECKS: Mapping[str, value_checks.Check] = {
+    **{name: _check(field) for name, field in RECORD_FIELDS.items()},
+    "ts": value_checks.time_stamp,
+    "pid": value_checks.process_id,
+    "rank": value_checks.rank_number,
+}
+
+
+def beat_fields(rank: int | None = None) -> Callable[[str], value_checks.Parsed[dict[str, Any]]]:
+    """Return a parser of lines into fields; with `rank`, lines of other ranks are unreadable."""
+
+    def parse(line: str) -> value_checks.Parsed[dict[str, Any]]:
+        record, torn = parse_record(line)
+        if record is None:
+            return None, torn
+        values, damaged = value_checks.fields(record, CHECKS, REQUIRED_FIELDS)
+        if values is None or (rank is not None and values["rank"] != rank):
+            return None, True
+        return values, damaged
+
+    return parse
+
+
+def beat_of_fields(values: Mapping[str, Any]) -> HeartbeatRecord:
+    """Build a record from the fields that were read; older versions wrote no `iso`."""
+    return HeartbeatRecord(**{"iso": "", **values})
+
+
+def read_beats(path: Path) -> Iterator[HeartbeatRecord]:
+    """Every readable record of a heartbeat file, oldest first."""
+    return map(beat_of_fields, RecordTail(path, beat_fields()).whole_file())
+
+
+def last_beat(path: Path, msg: str | None = None) -> HeartbeatRecord | None:
+    """The newest record, or the newest with this `msg`."""
+    newest = None
+    for beat in read_beats(path):
+        if msg in (None, beat.msg):
+            newest = beat
+    return newest
+
+
+def heartbeat_files(folder: Path) -> list[tuple[int, Path]]:
+    """Heartbeat files as (rank, path), lowest rank first."""
+    ranked = ((names.rank_of_heartbeat(path.name), path) for path in folder.glob(names.HEARTBEATS))
+    return sorted((rank, path) for rank, path in ranked if rank is not None)

@@ -10,7 +10,7 @@ from typing import Any
 from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.record.heartbeat_record import METRIC_COLUMNS, HeartbeatRecord
-from nsa_train.record.records import to_line
+from nsa_train.record.record_files import to_line
 
 # Scripts read columns by position: these keep their places, the other numbers of a record follow.
 _FIRST_COLUMNS = (

@@ -6,23 +6,19 @@ in arrays: half a million records take some tens of megabytes. Steps repeated af
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nsa.errors import ConfigError
 from nsa_train import names
-from nsa_train.record import records
+from nsa_train.record import halt_file, record_files, value_checks
 from nsa_train.record.evaluations import ModelEvaluation, read_evaluations
-from nsa_train.record.events import RunEvent, read_events_and_damage
-from nsa_train.record.heartbeat_file import beat_fields
+from nsa_train.record.events import RunEvent
+from nsa_train.record.halt_file import HaltRequest
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS
-from nsa_train.record.run_folder import RunFolder
-from nsa_train.record.tail import RecordTail
 
 RANK_COLUMNS = tuple(name for name, metric in METRICS.items() if metric.every_rank)
 """Columns kept for every rank; all others are kept for the lowest rank only."""
@@ -190,9 +186,8 @@ class RunData:
     model_evaluations: list[ModelEvaluation] = field(default_factory=list)
     """Results of `nsa eval`."""
     env: dict[str, Any] = field(default_factory=dict)
-    halt: str | None = None
-    """Reason in `.HALT`."""
-    unreadable: records.Unreadable = field(default_factory=records.Unreadable)
+    halt: HaltRequest | None = None
+    unreadable: record_files.Unreadable = field(default_factory=record_files.Unreadable)
     """Number of unreadable records, by file."""
 
     @property
@@ -206,73 +201,30 @@ class RunData:
 
     @property
     def config(self) -> dict[str, Any]:
-        return records.section(self.env.get("config")) or {}
+        return value_checks.section(self.env.get("config")) or {}
 
     @property
     def target_steps(self) -> int | None:
-        return records.whole((records.section(self.config.get("train")) or {}).get("steps"))
+        return value_checks.whole((value_checks.section(self.config.get("train")) or {}).get("steps"))
 
-    def add(self, rank: int, beats: Iterable[Mapping[str, Any]]) -> None:
-        """Add records of one heartbeat file, as returned by `beat_fields`."""
+    def add(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Add a record of a heartbeat file, as `beat_fields` parses it."""
         if rank not in self.ranks:
             lead = not self.ranks or rank < min(self.ranks)
             self.ranks[rank] = RankSeries(rank, (*LEAD_COLUMNS, *SHARES) if lead else RANK_COLUMNS)
-        series = self.ranks[rank]
-        for record in beats:
-            series.add(record)
+        self.ranks[rank].add(record)
 
     def counted_evaluations(self) -> list[EvaluationRecord]:
         """The last evaluation at each step, ordered by step."""
         newest = {evaluation.step: evaluation for evaluation in self.evaluations}
         return [newest[step] for step in sorted(newest)]
 
-    def read_other_files(self) -> None:
-        """Read everything but the heartbeats; these files are small and read as a whole."""
-        self.events, self.unreadable[names.EVENTS] = read_events_and_damage(self.folder)
+    def read_other_files(self, env: dict[str, Any]) -> None:
+        """Read everything but heartbeats and events; these files are small and read as a whole."""
+        self.env, self.halt = env, halt_file.read(self.folder)
         self.evaluations, self.unreadable[names.VAL_CSV] = _read_evaluations(self.folder / names.VAL_CSV)
         self.model_evaluations = read_evaluations(self.folder)
         self.unreadable[names.EVALUATIONS] = sum(each.unreadable for each in self.model_evaluations)
-        env, env_damaged = records.read_section(self.folder / names.ENV)
-        self.env, self.unreadable[names.ENV] = env or {}, int(env_damaged)
-        self.halt = RunFolder(self.folder).halt_reason()
-
-
-class RunFollower:
-    """Keeps run data up to date; `update` reads only what was appended since the last call."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run = RunData(folder)
-        self._tails: dict[int, RecordTail[dict[str, Any]]] = {}
-
-    def update(self) -> RunData:
-        for rank, path in heartbeats(self.run.folder):
-            tail = self._tails.setdefault(rank, RecordTail(path, beat_fields(rank)))
-            self.run.add(rank, tail.stream())
-            self.run.unreadable[path.name] = tail.unreadable
-        self.run.read_other_files()
-        return self.run
-
-    def close(self) -> None:
-        for tail in self._tails.values():
-            tail.close()
-
-
-def load(folder: Path) -> RunData:
-    """All data of a run folder."""
-    with closing(RunFollower(folder)) as follower:
-        return follower.update()
-
-
-def heartbeats(folder: Path) -> list[tuple[int, Path]]:
-    """Heartbeat files, lowest rank first; raises ConfigError for a folder that is not a run folder."""
-    files = records.heartbeat_files(folder)
-    if not files and not (folder / names.EVENTS).exists() and not (folder / names.ENV).exists():
-        what = "holds no run" if folder.is_dir() else "does not exist"
-        raise ConfigError(
-            f"{folder} {what}: it contains no {names.heartbeat(0)}, {names.EVENTS} or {names.ENV}. Give a run "
-            f"folder (train.out_dir)."
-        )
-    return files
 
 
 def _number(value: Any) -> float:
@@ -286,7 +238,7 @@ def _number(value: Any) -> float:
 
 
 def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
-    rows, bad = records.read_rows(path)
+    rows, bad = record_files.read_rows(path)
     evaluations = []
     for row in rows:
         try:
@@ -295,7 +247,12 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
         except (KeyError, ValueError):
             bad += 1
             continue
-        checked = (records.whole(step), records.number(loss), records.amount(seconds), records.time_stamp(ts))
+        checked = (
+            value_checks.whole(step),
+            value_checks.number(loss),
+            value_checks.amount(seconds),
+            value_checks.time_stamp(ts),
+        )
         if None in checked or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
             bad += 1
         else:

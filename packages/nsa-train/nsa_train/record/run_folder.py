@@ -15,8 +15,8 @@ from nsa import __version__
 from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
-from nsa_train.record import halt_file, records
-from nsa_train.record.heartbeat_file import last_beat
+from nsa_train.record import halt_file, heartbeat_record
+from nsa_train.record.heartbeat_record import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
 
@@ -44,7 +44,7 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The last step that any earlier process of this run recorded; 0 if none."""
-        beats = (last_beat(path, names.PROGRESS) for _, path in records.heartbeat_files(self.path))
+        beats = (last_beat(path, names.PROGRESS) for _, path in heartbeat_record.heartbeat_files(self.path))
         return max((beat.step for beat in beats if beat is not None), default=0)
 
     def write_env(self, config: RunConfig, **facts: Any) -> None:

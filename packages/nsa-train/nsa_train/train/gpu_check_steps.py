@@ -20,8 +20,7 @@ from nsa_train.config import load
 from nsa_train.config.env import without_settings
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import hardware_here
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from nsa_train.shipped import CONFIGS
 
 CONFIG = CONFIGS / "train_50k.yaml"

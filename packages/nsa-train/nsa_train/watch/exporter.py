@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,8 +25,8 @@ from nsa.errors import ConfigError
 from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.terminal_text import printable
-from nsa_train.watch.history import HistoryReader
-from nsa_train.watch.run_metrics import CountedHistory, MetricSample, run_info, samples
+from nsa_train.watch.run_metrics import MetricSample, run_info, samples
+from nsa_train.watch.run_reader import RunReader
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 _Family = GaugeMetricFamily | CounterMetricFamily
 SHARED_S = 1.0
 """Scrapes within this time after a reading get the same text: the cost of many scrapers is that of one per second."""
+_WAITING_SCRAPES = 128
+"""Connections that may wait to be accepted."""
 
 
 class RunsCollector(Collector):
@@ -42,7 +43,7 @@ class RunsCollector(Collector):
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
-        self._readers: dict[Path, HistoryReader] = {}
+        self._readers: dict[Path, RunReader] = {}
         self._lock = threading.Lock()  # the server handles requests in threads
 
     def collect(self) -> Iterator[_Family]:
@@ -59,17 +60,13 @@ class RunsCollector(Collector):
         for folder in self._folders:
             for path in (folder, *sorted(folder.glob("*/"))):
                 if path not in self._readers and any(path.glob(names.HEARTBEATS)):
-                    self._readers[path] = HistoryReader(path)
-                    self._readers[path].history = CountedHistory()
+                    self._readers[path] = RunReader(path)
 
     def _read(self, path: Path) -> list[MetricSample]:
         reader = self._readers[path]
         with suppress(OSError):
             reader.update()
-        assert isinstance(reader.history, CountedHistory)
-        info: list[MetricSample] = []
-        with suppress(OSError):
-            info = list(run_info(path))
+        info = [run_info(reader.env)] if reader.env else []
         return [*samples(reader.history, reader.now, {log.rank for log in reader.local()}), *info]
 
 
@@ -104,40 +101,21 @@ class SharedScrapes:
         return body
 
 
-class ScrapeServer(ThreadingMixIn, WSGIServer):
-    """Server with a thread per request; none of them keeps the process from exiting."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-
-class _SilentHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do nothing: requests are not logged."""
-
-
-def _serve(app: "WSGIApplication", host: str, port: int) -> WSGIServer:
-    """A server that listens; IPv6 where the address is one."""
-    ((family, *_, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    of_family = type("ScrapeServerOfFamily", (ScrapeServer,), {"address_family": family})
-    return make_server(str(address[0]), port, app, of_family, handler_class=_SilentHandler)
-
-
 class MetricsExporter:
     def __init__(self, folders: Sequence[Path], *, host: str, port: int, file_sd: Path | None = None) -> None:
         self._collector = RunsCollector(folders)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._collector)
         try:
-            self._server = _serve(SharedScrapes(make_wsgi_app(registry)), host, port)
+            self._server, self._thread = start_http_server(port, host, registry)
         except (OSError, UnicodeError) as error:  # invalid host, address of another machine, port in use
             in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             raise ConfigError(
                 f"cannot listen on {host}:{port} ({getattr(error, 'strerror', error)}): Prometheus could not scrape "
                 f"it. Choose another {'--port' if in_use else '--host'}."
             ) from None
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._server.set_app(SharedScrapes(make_wsgi_app(registry)))
+        self._server.socket.listen(_WAITING_SCRAPES)
         self.address = _address(host, self._server)
         self._file_sd = file_sd
         if file_sd is not None:

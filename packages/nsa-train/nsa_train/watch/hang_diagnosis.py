@@ -4,6 +4,7 @@ SIGUSR1 makes a rank write both. It is sent only to a process that has its stack
 process that does not handle it, and the pid may have been reused.
 """
 
+import os
 import re
 import signal
 import time
@@ -12,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from nsa_train import names
-from nsa_train.record import records
+from nsa_train.record import record_files
 from nsa_train.watch.history import RankLog
-from nsa_train.watch.processes import send, state_of, writes_to
+from nsa_train.watch.run_reader import writes_to
 
 _POLL_S = 0.1
 _LAST = "last_enqueued_collective"
+_STATES = {
+    "R": "running", "S": "sleeping", "D": "waiting for a disk or a driver", "T": "stopped by a signal",
+    "t": "stopped by a debugger", "Z": "dead", "X": "dead", "I": "idle",
+}  # fmt: skip
 _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
 
 
@@ -41,12 +46,12 @@ class HangDiagnosis:
                 yield f"rank {rank}: process {pid} is not running, no stack dump"
                 continue
             size = dump.stat().st_size
-            if send(pid, signal.SIGUSR1):
+            if _send(pid, signal.SIGUSR1):
                 requested[rank] = (pid, size)
         silent = self._wait(requested)
         for rank, (pid, _) in requested.items():
             if rank in silent:
-                yield f"rank {rank}: process {pid} wrote no stack dump; its state: {state_of(pid)}"
+                yield f"rank {rank}: process {pid} wrote no stack dump; its state: {_state_of(pid)}"
             else:
                 yield f"rank {rank}: stack dump of process {pid}: {names.stackdump(rank, pid)}"
         traces = dict(self._records(requested, began))
@@ -73,7 +78,7 @@ class HangDiagnosis:
             path = self._folder / names.collectives(rank, pid)
             # A single process has none; a rank that cannot respond may have an older one.
             if path.exists() and path.stat().st_mtime_ns >= since_ns - _CLOCK_TICK_NS:
-                record, _ = records.read_section(path)
+                record, _ = record_files.read_section(path)
                 if record is not None:
                     yield rank, record
 
@@ -108,3 +113,22 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _state_of(pid: int) -> str:
+    """Kernel state of the process, in words."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    letter = text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
+    return _STATES.get(letter, letter)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    """Whether the signal could be sent."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True

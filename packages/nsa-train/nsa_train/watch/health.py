@@ -9,10 +9,9 @@ from statistics import median
 
 from nsa_train import names
 from nsa_train.record.failure_codes import FailureCode, recorded_code
-from nsa_train.record.heartbeat_file import ALIVE_EVERY_S
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import ALIVE_EVERY_S, HeartbeatRecord
 from nsa_train.watch.conditions import CONDITIONS, AlertLevel, HealthFinding, HealthLimits
-from nsa_train.watch.history import RankLog, RunFacts, RunHistory
+from nsa_train.watch.history import RankLog, RunFacts, RunHistory, is_finite
 from nsa_train.watch.trends import creep, gain, lasting_drop, rise, spikes
 
 _CONDITION_OF_FAILURE: Mapping[str, str] = {
@@ -120,22 +119,15 @@ def _evaluates(log: RankLog, history: RunHistory) -> bool:
 
 def _numbers(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     for field, name, word in (("loss", "loss_nonfinite", "loss"), ("grad_norm", "grad_nonfinite", "gradient norm")):
-        bad = [not _finite(getattr(beat, field)) for beat in log.progress]
-        taken = [beat for beat, is_bad in zip(log.progress, bad, strict=True) if is_bad and not _was_skipped(beat, log)]
+        bad = [not is_finite(getattr(beat, field)) for beat in log.progress]
+        taken = [
+            beat for beat, is_bad in zip(log.progress, bad, strict=True) if is_bad and not log.skipped_step_of(beat)
+        ]
         lately = bad[-limits.nonfinite_records :]
         if taken:
             yield name, f"{word} {getattr(taken[-1], field)} at step {taken[-1].step}, which was not skipped"
         elif len(lately) == limits.nonfinite_records and all(lately):
             yield name, f"{word} not finite in {len(lately)} records in a row, up to step {log.last.step}"
-
-
-def _was_skipped(beat: HeartbeatRecord, log: RankLog) -> bool:
-    """Whether the run's bad-step policy skipped this step, by its own record or by its count of skipped steps."""
-    if any(skip.step == beat.step for skip in log.skipped):
-        return True
-    earlier = [past for past in log.progress if past.step < beat.step]
-    before = (earlier[-1].nonfinite_steps if earlier else 0) or 0
-    return (beat.nonfinite_steps or 0) > before
 
 
 def _memory(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
@@ -162,12 +154,6 @@ def _data(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     last = log.progress[-1]
     if last.reads_pred is not None and last.reads_act_total is not None and last.reads_pred != last.reads_act_total:
         yield "reads_differ", f"{last.reads_act_total} keys read, {last.reads_pred} predicted, at step {last.step}"
-
-
-def _synthetic(log: RankLog, history: RunHistory, limits: HealthLimits) -> Iterator[tuple[str, str]]:
-    last = log.progress[-1]
-    if last.synthetic and history.facts.dataset not in (None, "synthetic"):
-        yield "synthetic_data", f"training on {last.data}, configured is {history.facts.dataset}"
 
 
 def _gates(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
@@ -234,7 +220,10 @@ def _of_run(history: RunHistory, log: RankLog, limits: HealthLimits) -> Iterator
     messages = [*_skips(log, limits), *_saves(history, log, limits)]
     if log.progress:
         messages += [*_numbers(log, limits), *_losses(log, history.facts, limits), *_pace(log, limits)]
-        messages += [*_gates(log, limits), *_synthetic(log, history, limits)]
+        messages += _gates(log, limits)
+        if history.facts.is_substituted(log.progress[-1]):
+            what = f"training on {log.progress[-1].data}, configured is {history.facts.dataset}"
+            messages.append(("synthetic_data", what))
     copy_failure = history.copy_failure if history.facts.checkpoint_store is not None else None
     for name, failed in (("evaluation_failed", history.evaluation_failure), ("copy_failed", copy_failure)):
         if failed is not None:
@@ -338,7 +327,3 @@ def _streak(beats: Sequence[HeartbeatRecord], holds: Callable[[HeartbeatRecord],
             break
         count += 1
     return count
-
-
-def _finite(value: float | None) -> bool:
-    return value is None or math.isfinite(value)

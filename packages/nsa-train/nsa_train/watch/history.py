@@ -1,41 +1,23 @@
-"""Incremental reader that reduces a run's records to the state needed by health checks.
+"""History of a run: its records reduced to the state that health checks and Prometheus metrics need.
 
-Ages are on the reader's monotonic clock: a record's time stamp gives its age when it is first read, bounded by the time
-since the previous read. A wall clock that jumps by an hour then neither hides nor invents a stall.
+Times named `_at` are on the monotonic clock of the reader, see `run_reader`.
 """
 
-import socket
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from types import NoneType
+from typing import Any, Self
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.events import EventKind, LauncherAction, RunEvent, parse_event
-from nsa_train.record.heartbeat_file import beat_parser
+from nsa_train.record import record_files, value_checks
+from nsa_train.record.events import EventKind, LauncherAction, RunEvent
 from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.record.tail import RecordTail
-from nsa_train.watch.conditions import HealthLimits
-from nsa_train.watch.processes import writes_to
 
 _SPAN_S = 30.0
 """Trends over hours are kept as means over spans of at least this length."""
-_RECORDS, _SPANS, _FIRST_SPANS, _LOSSES, _EVENTS = 256, 240, 20, 20_000, 256
-_FIRST_READ_BYTES, _OTHER_RANKS_BYTES = 16 << 20, 2 << 20
-"""How much of a long heartbeat file a new reader reads; the loss, which needs the longest history, is in rank 0's."""
+_RECORDS, _SPANS, _FIRST_SPANS, _LOSSES = 256, 240, 20, 20_000
 _NEW_PROCESS = (EventKind.START, EventKind.RESTART)
-
-
-class ClockReading(NamedTuple):
-    wall: float
-    steady: float
-
-
-def clock() -> ClockReading:
-    return ClockReading(time.time(), time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -55,37 +37,39 @@ class RunFacts:
     trainable: tuple[str, ...] | None = None
     """Patterns of the parameters that are trained."""
     dataset: str | None = None
-    loader_timeout_s: float | None = None
+
+    def is_substituted(self, beat: HeartbeatRecord) -> bool:
+        """Whether a rank trains on synthetic data although a dataset is configured."""
+        return bool(beat.synthetic) and self.dataset not in (None, "synthetic")
 
     @classmethod
     def from_env(cls, env: dict[str, Any]) -> tuple[Self, bool]:
         """The settings, and whether something in the file could not be read."""
-        env_fields, bad = records.fields(env, _OF_ENV)
-        config, bad_config = records.fields((env_fields or {}).pop("config", {}), _OF_CONFIG)
-        facts = {_FACT_OF.get(name, name): value for name, value in (env_fields or {}).items()}
-        for name, checks in _OF_SECTIONS.items():
-            values, bad_section = records.fields((config or {}).get(name, {}), checks)
-            facts |= values or {}
-            bad |= bad_section
-        return cls(**facts), bad or bad_config
+        facts, damaged = {}, False
+        for name, (path, check) in _SETTINGS.items():
+            value: Any = env
+            for key in path.split("."):
+                damaged |= not isinstance(value, (dict, NoneType))
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                facts[name] = check(value)
+                damaged |= facts[name] is None
+        return cls(**facts), damaged
 
 
-_OF_ENV = {
-    "host": records.text,
-    "world_size": records.rank_number,
-    "local_world_size": records.rank_number,
-    "config": records.section,
-}
-_OF_CONFIG = dict.fromkeys(("train", "data"), records.section)
-_OF_SECTIONS: dict[str, dict[str, records.Check]] = {
-    "train": {
-        **dict.fromkeys(("steps", "log_every", "save_every", "eval_every"), records.whole),
-        "trainable": records.texts,
-        "checkpoint_store": records.text,
+_SETTINGS: dict[str, tuple[str, value_checks.Check]] = {
+    "host": ("host", value_checks.text),
+    "world": ("world_size", value_checks.rank_number),
+    "local_world": ("local_world_size", value_checks.rank_number),
+    **{
+        name: (f"config.train.{name}", value_checks.whole)
+        for name in ("steps", "log_every", "save_every", "eval_every")
     },
-    "data": {"dataset": records.text, "loader_timeout_s": records.amount},
+    "trainable": ("config.train.trainable", value_checks.texts),
+    "checkpoint_store": ("config.train.checkpoint_store", value_checks.text),
+    "dataset": ("config.data.dataset", value_checks.text),
 }
-_FACT_OF = {"world_size": "world", "local_world_size": "local_world"}
+"""Fact → place in env.json and check."""
 
 
 @dataclass
@@ -113,7 +97,7 @@ class RankLog:
     rank: int
     last: HeartbeatRecord
     last_at: float
-    """Monotonic time at which the newest heartbeat was written, as far as known; the same for all `_at`."""
+    """Time at which the newest heartbeat was written, as far as known."""
     step_at: float
     """Time of the first heartbeat with the newest step."""
     ahead_s: float = 0.0
@@ -136,6 +120,17 @@ class RankLog:
         """Median step time, 0 if not known."""
         times = sorted(beat.step_s for beat in self.progress if beat.step_s is not None)
         return times[len(times) // 2] if times else 0.0
+
+    def skipped_step_of(self, beat: HeartbeatRecord) -> bool:
+        """Whether the optimizer did not run for the step of this record, by its own record or by the count of them.
+
+        Skipped steps have a progress record like any other.
+        """
+        if any(skip.step == beat.step for skip in self.skipped):
+            return True
+        earlier = [past for past in self.progress if past.step < beat.step]
+        before = (earlier[-1].nonfinite_steps if earlier else 0) or 0
+        return (beat.nonfinite_steps or 0) > before
 
     def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
         if beat.pid != self.last.pid or beat.msg == names.START:
@@ -181,11 +176,10 @@ class RankLog:
 class RunHistory:
     facts: RunFacts = RunFacts()
     ranks: dict[int, RankLog] = field(default_factory=dict)
-    events: deque[RunEvent] = field(default_factory=lambda: deque(maxlen=_EVENTS))
     started_at: float | None = None
-    """Monotonic time of the newest start event."""
+    """Time of the newest start event."""
     restarted_at: float | None = None
-    """Monotonic time at which a launcher last said that it starts the ranks again; None once they have started."""
+    """Time at which a launcher last said that it starts the ranks again; None once they have started."""
     waiting: RunEvent | None = None
     """A launcher waits for other nodes; None once the ranks have started, or it gave up."""
     failure: RunEvent | None = None
@@ -198,7 +192,19 @@ class RunHistory:
     """Step of the newest checkpoint up to the current step; without one, where the run began."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process no longer exists. For ranks on other hosts this is not known."""
-    unreadable: records.Unreadable = field(default_factory=records.Unreadable)
+    skipped: Counter[int] = field(default_factory=Counter)
+    """Number of skipped steps by rank. Counts are of the whole run, across processes."""
+    nonfinite: Counter[int] = field(default_factory=Counter)
+    """Number of skipped steps with a loss or gradient norm that is not finite, by rank."""
+    bad_losses: Counter[int] = field(default_factory=Counter)
+    """Number of records with a non-finite loss of steps that were not skipped, by rank."""
+    bad_norms: Counter[int] = field(default_factory=Counter)
+    event_counts: Counter[EventKind] = field(default_factory=Counter)
+    lost_steps: int = 0
+    saved_ts: float | None = None
+    eval_loss: float | None = None
+    eval_accuracy: float | None = None
+    unreadable: record_files.Unreadable = field(default_factory=record_files.Unreadable)
     """Records that could not be read, by file."""
 
     def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
@@ -206,9 +212,16 @@ class RunHistory:
         if log is None:
             log = self.ranks[beat.rank] = RankLog(beat.rank, last=beat, last_at=at, step_at=at)
         log.add(beat, at, ahead_s)
+        bad_loss, bad_norm = not is_finite(beat.loss), not is_finite(beat.grad_norm)
+        if beat.msg == names.SKIPPED:
+            self.skipped[beat.rank] += 1
+            self.nonfinite[beat.rank] += bad_loss or bad_norm
+        elif (bad_loss or bad_norm) and beat.msg == names.PROGRESS and not log.skipped_step_of(beat):
+            self.bad_losses[beat.rank] += bad_loss
+            self.bad_norms[beat.rank] += bad_norm
 
     def add_event(self, event: RunEvent, at: float) -> None:
-        self.events.append(event)
+        self.event_counts[event.kind] += 1
         action = event.details.get("launcher")
         if action == LauncherAction.RESTARTED:
             self.restarted_at = at
@@ -221,14 +234,17 @@ class RunHistory:
                 self.copy_failure = None
         elif event.kind in (EventKind.EVALUATION, EventKind.EVALUATION_FAILED):
             self.evaluation_failure = event if event.kind == EventKind.EVALUATION_FAILED else None
+            self.eval_loss = event.details.get("val_loss", self.eval_loss)
+            self.eval_accuracy = event.details.get("val_accuracy", self.eval_accuracy)
         elif event.kind in (EventKind.COPIED, EventKind.COPY_FAILED):
             self.copy_failure = event if event.kind == EventKind.COPY_FAILED else None
         elif event.kind == EventKind.SAVE:
-            self.saved_step = max(event.step, self.saved_step)
+            self.saved_step, self.saved_ts = max(event.step, self.saved_step), event.ts
         elif event.kind == EventKind.ERROR:
             self.failure = event if action != LauncherAction.RESTARTED else None
         elif event.kind == EventKind.LOST_STEPS:  # resumed from an older checkpoint than the newest
             self.saved_step = min(event.step, self.saved_step)
+            self.lost_steps += event.details.get("steps", 0)
 
     @property
     def present(self) -> dict[int, RankLog]:
@@ -246,97 +262,6 @@ class RunHistory:
         return max((log.last.step for log in self.ranks.values()), default=0)
 
 
-class HistoryReader:
-    """Keeps the history of a run folder up to date; `update` reads only what was appended since the last call."""
-
-    def __init__(self, folder: Path, clock: Callable[[], ClockReading] = clock, host: str | None = None) -> None:
-        self.folder = folder
-        self.history = RunHistory()
-        self.now = clock()
-        """Clock at the last update; pass its `steady` time to `examine`."""
-        self._clock = clock
-        self._host = host or socket.gethostname()
-        self._tails: dict[Path, RecordTail[HeartbeatRecord]] = {}
-        self._events = RecordTail(folder / names.EVENTS, parse_event)
-        self._last_update: float | None = None
-        self._ahead_before: dict[int, float] = {}
-
-    def update(self) -> RunHistory:
-        history = self.history
-        self.now = self._clock()
-        env_damaged = self._read_facts()
-        for rank, path in records.heartbeat_files(self.folder):
-            if path not in self._tails:
-                most = _FIRST_READ_BYTES if rank == 0 else _OTHER_RANKS_BYTES
-                self._tails[path] = RecordTail(path, beat_parser(rank), most)
-        for tail in self._tails.values():
-            for beat in tail.read():
-                history.add(beat, self._written_at(beat.ts, tail.path), self._ahead_s(beat))
-        for event in self._events.read():
-            history.add_event(event, self._written_at(event.ts, self._events.path))
-        history.unreadable = records.Unreadable({tail.path.name: tail.unreadable for tail in self._all_tails()})
-        history.unreadable[names.ENV] = int(env_damaged)
-        history.gone = frozenset(self._gone())
-        self._last_update = self.now.steady
-        return history
-
-    def close(self) -> None:
-        for tail in self._all_tails():
-            tail.close()
-
-    def local(self) -> Iterator[RankLog]:
-        """Ranks whose process runs or ran on this host."""
-        facts = self.history.facts
-        if facts.host != self._host:
-            return
-        here = facts.local_world if facts.local_world is not None else facts.world or 1
-        yield from (log for rank, log in sorted(self.history.ranks.items()) if rank < here)
-
-    def _all_tails(self) -> Iterator[RecordTail[Any]]:
-        yield from self._tails.values()
-        yield self._events
-
-    def _ahead_s(self, beat: HeartbeatRecord) -> float:
-        """Seconds ahead of this clock; after the first update of two heartbeats in a row, since a clock may be set."""
-        ahead, before = max(0.0, beat.ts - self.now.wall), self._ahead_before.get(beat.rank, 0.0)
-        self._ahead_before[beat.rank] = ahead
-        return ahead if self._last_update is None else min(ahead, before)
-
-    def _written_at(self, ts: float, path: Path) -> float:
-        if ts - self.now.wall > HealthLimits.clock_skew_s:  # not trusted: use the file's modification time
-            ts = _modified(path, ts)
-        age = max(0.0, self.now.wall - ts)
-        if self._last_update is not None:
-            age = min(age, self.now.steady - self._last_update)
-        return self.now.steady - age
-
-    def leaving(self) -> list[int]:
-        """Ranks of this host that have written their final record but still run, saving."""
-        return [log.rank for log in self.local() if log.ended and self._is_running(log)]
-
-    def processes(self) -> list[int]:
-        """Process ids of the running ranks on this host."""
-        return [log.last.pid for log in self.local() if self._is_running(log) is not False]
-
-    def _gone(self) -> Iterator[int]:
-        for log in self.local():
-            if not log.ended and self._is_running(log) is False:
-                yield log.rank
-
-    def _is_running(self, log: RankLog) -> bool | None:
-        pid = log.last.pid
-        return writes_to(pid, (self.folder / names.stackdump(log.rank, pid), self.folder / names.heartbeat(log.rank)))
-
-    def _read_facts(self) -> bool:
-        """Whether env.json could not be fully read; earlier values are kept then."""
-        env, damaged = records.read_section(self.folder / names.ENV)
-        if env is not None:
-            self.history.facts, damaged = RunFacts.from_env(env)
-        return damaged
-
-
-def _modified(path: Path, otherwise: float) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return otherwise
+def is_finite(value: float | None) -> bool:
+    """Whether a recorded value is finite; one that was not recorded is no bad value."""
+    return value is None or math.isfinite(value)

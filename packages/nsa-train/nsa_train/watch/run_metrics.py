@@ -4,21 +4,19 @@ Labels are the run name, the rank and fixed words; text from a config or a recor
 contain a secret and never becomes a label.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.events import EventKind, RunEvent
-from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, HeartbeatRecord, PrometheusGauge
+from nsa_train.record.events import EventKind
+from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, PrometheusGauge
+from nsa_train.record.value_checks import section
 from nsa_train.terminal_text import printable
 from nsa_train.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.watch.health import examine, stall_limit_s
-from nsa_train.watch.history import ClockReading, RankLog, RunFacts, RunHistory
+from nsa_train.watch.history import RankLog, RunHistory
+from nsa_train.watch.run_reader import ClockReading
 
 _LONGEST_LABEL = 80
 
@@ -112,43 +110,7 @@ def served_names() -> set[str]:
     return {metric.served_name for metric in metrics} | {gauge.name for gauge in GAUGES.values()}
 
 
-@dataclass
-class CountedHistory(RunHistory):
-    """History that also counts since the run began, across processes: a counter must not decrease."""
-
-    skipped: Counter[int] = field(default_factory=Counter)
-    nonfinite: Counter[int] = field(default_factory=Counter)
-    bad_losses: Counter[int] = field(default_factory=Counter)
-    bad_norms: Counter[int] = field(default_factory=Counter)
-    event_counts: Counter[EventKind] = field(default_factory=Counter)
-    lost_steps: int = 0
-    saved_ts: float | None = None
-    eval_loss: float | None = None
-    eval_accuracy: float | None = None
-
-    def add(self, beat: HeartbeatRecord, at: float, ahead_s: float = 0.0) -> None:
-        super().add(beat, at, ahead_s)
-        rank, loss_bad, norm_bad = beat.rank, _not_finite(beat.loss), _not_finite(beat.grad_norm)
-        if beat.msg == names.SKIPPED:
-            self.skipped[rank] += 1
-            self.nonfinite[rank] += loss_bad or norm_bad
-        elif beat.msg == names.PROGRESS and _was_taken(self.ranks[rank], beat):
-            self.bad_losses[rank] += loss_bad
-            self.bad_norms[rank] += norm_bad
-
-    def add_event(self, event: RunEvent, at: float) -> None:
-        super().add_event(event, at)
-        self.event_counts[event.kind] += 1
-        if event.kind == EventKind.LOST_STEPS:
-            self.lost_steps += event.details.get("steps", 0)
-        elif event.kind == EventKind.SAVE:
-            self.saved_ts = event.ts
-        elif event.kind == EventKind.EVALUATION:
-            self.eval_loss = event.details.get("val_loss", self.eval_loss)
-            self.eval_accuracy = event.details.get("val_accuracy", self.eval_accuracy)
-
-
-def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
+def samples(history: RunHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
     """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
         for metric, labels, value in _of_rank(history, log, now, rank in local):
@@ -161,14 +123,11 @@ def samples(history: CountedHistory, now: ClockReading, local: set[int]) -> Iter
         yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
 
 
-def run_info(folder: Path) -> Iterator[MetricSample]:
+def run_info(env: Mapping[str, Any]) -> MetricSample:
     """Labels from env.json, only fields that cannot contain a secret."""
-    env, _ = records.read_section(folder / names.ENV)
-    if env is None:
-        return
 
     def part(of: Mapping[str, Any], name: str) -> dict[str, Any]:
-        return records.section(of.get(name)) or {}
+        return section(of.get(name)) or {}
 
     config = part(env, "config")
     words = {
@@ -179,7 +138,7 @@ def run_info(folder: Path) -> Iterator[MetricSample]:
         "precision": part(config, "runtime").get("precision"),
         "dataset": part(config, "data").get("dataset"),
     }
-    yield MetricSample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
+    return MetricSample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
 
 
 def _label(word: Any) -> str:
@@ -187,7 +146,7 @@ def _label(word: Any) -> str:
     return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
 
 
-def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample]:
+def _of_run(history: RunHistory, now: ClockReading) -> Iterator[MetricSample]:
     yield MetricSample(_RESTARTS, {}, history.event_counts[EventKind.RESTART])
     yield MetricSample(_ROLLBACKS, {}, history.event_counts[EventKind.ROLLBACK])
     yield MetricSample(_LOST, {}, history.lost_steps)
@@ -205,7 +164,7 @@ def _of_run(history: CountedHistory, now: ClockReading) -> Iterator[MetricSample
     yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
 
 
-def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
+def _of_rank(history: RunHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
     rank, state = log.rank, _state_of(log)
     yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
     yield MetricSample(_STEP, {}, log.last.step)
@@ -220,7 +179,7 @@ def _of_rank(history: CountedHistory, log: RankLog, now: ClockReading, local: bo
         if local:
             yield MetricSample(_UP, {}, float(rank not in history.gone))
     if state not in _ENDED_REGULARLY:
-        yield MetricSample(_SUBSTITUTED, {}, float(_substituted(log.last, history.facts)))
+        yield MetricSample(_SUBSTITUTED, {}, float(history.facts.is_substituted(log.last)))
         yield from _figures(_latest(log))
 
 
@@ -249,7 +208,7 @@ def _latest(log: RankLog) -> dict[str, Any]:
     if not log.progress:
         return {}
     figures = log.progress[-1].as_dict()
-    taken = next((beat for beat in reversed(log.progress) if _was_taken(log, beat)), None)
+    taken = next((beat for beat in reversed(log.progress) if not log.skipped_step_of(beat)), None)
     for name in ("loss", "grad_norm"):
         figures.pop(name, None)
         if taken is not None and getattr(taken, name) is not None:
@@ -257,18 +216,5 @@ def _latest(log: RankLog) -> dict[str, Any]:
     return figures
 
 
-def _was_taken(log: RankLog, beat: HeartbeatRecord) -> bool:
-    """Whether the optimizer ran for this step; skipped steps are recorded like any other."""
-    return all(beat.step != skip.step for skip in log.skipped)
-
-
-def _substituted(beat: HeartbeatRecord, facts: RunFacts) -> bool:
-    return bool(beat.synthetic) and facts.dataset not in (None, "synthetic")
-
-
 def _wall_time(at: float, now: ClockReading) -> float:
     return round(now.wall - (now.steady - at), 3)
-
-
-def _not_finite(value: float | None) -> bool:
-    return value is not None and not math.isfinite(value)

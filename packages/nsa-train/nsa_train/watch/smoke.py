@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import fmean
 
 from nsa_train import names
-from nsa_train.record import records
-from nsa_train.record.heartbeat_file import beat_parser
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record import record_files
+from nsa_train.record.heartbeat_record import HeartbeatRecord, beat_fields, beat_of_fields
+from nsa_train.record.record_files import RecordTail
 from nsa_train.watch.trends import spread
 
 _LEAST_BEATS = 4
@@ -29,19 +29,19 @@ class SmokeCheck:
 
 def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path | None = None) -> Iterator[SmokeCheck]:
     """Checks the two files, and the whole run folder if one is given."""
-    read = list(records.read_records(heartbeat, beat_parser()))
-    beats = [beat for beat, _ in read if beat is not None]
+    tail = RecordTail(heartbeat, beat_fields())
+    beats = [beat_of_fields(values) for values in tail.whole_file()]
     progress = [beat for beat in beats if beat.msg == names.PROGRESS]
-    rows, bad_rows = records.read_rows(training_csv)
+    rows, bad_rows = record_files.read_rows(training_csv)
     yield SmokeCheck("progress_records", bool(progress), f"{heartbeat.name} has {len(progress)} progress records")
     yield SmokeCheck("csv_rows", bool(rows), f"{training_csv.name} has {len(rows)} rows")
     starts = sum(beat.msg == names.START for beat in beats)
-    damaged = {heartbeat.name: sum(bad for _, bad in read), training_csv.name: bad_rows}
+    damaged = {heartbeat.name: tail.unreadable, training_csv.name: bad_rows}
     # A process that is killed leaves at most one torn line in a file.
     yield SmokeCheck(
         "readable_records",
         max(damaged.values()) <= max(1, starts),
-        records.describe_unreadable(damaged) or "all records can be read",
+        record_files.describe_unreadable(damaged) or "all records can be read",
     )
     if not progress or not rows:
         return

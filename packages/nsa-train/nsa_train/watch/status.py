@@ -1,4 +1,4 @@
-"""Status of a run: its phase in one word, and one record with the exit code of `nsa status`."""
+"""Status of a run: its phase in one word, its findings in lines, and one record with the exit code of `nsa status`."""
 
 import re
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ class RunPhase(StrEnum):
 
 _ENDED = {names.FAILED: RunPhase.FAILED, names.HALTED: RunPhase.HALTED, names.STOPPED: RunPhase.STOPPED}
 """Last heartbeat of any rank → phase, in this order."""
+_MAX_RANKS = 8
 _BAD = (RunPhase.FAILED, RunPhase.HUNG, RunPhase.EMPTY)
 _ATTENTION = (RunPhase.GONE, RunPhase.HALTED, RunPhase.STOPPED)
 
@@ -132,3 +133,30 @@ def _newest_checkpoint(folder: Path) -> str | None:
     except OSError:  # none yet, or not in this folder
         return None
     return name if re.fullmatch(r"step[0-9]{1,15}", name) else None
+
+
+def group_findings(findings: Sequence[HealthFinding]) -> list[list[HealthFinding]]:
+    """Group findings of the same condition on several ranks."""
+    groups: dict[str, list[HealthFinding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.name, []).append(finding)
+    return list(groups.values())
+
+
+def ranks_of(same: Sequence[HealthFinding]) -> list[int]:
+    return [finding.rank for finding in same if finding.rank is not None]
+
+
+def describe_findings(same: Sequence[HealthFinding]) -> str:
+    """One line for findings of the same condition."""
+    return f"{same[0].name}{where_found(same)}: {same[0].message}"
+
+
+def where_found(same: Sequence[HealthFinding]) -> str:
+    ranks = ranks_of(same)
+    if not ranks:
+        return f" (step {same[0].step})"
+    few = ", ".join(map(str, ranks[:_MAX_RANKS])) + (
+        f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
+    )
+    return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"

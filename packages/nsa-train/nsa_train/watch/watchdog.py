@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 
 from nsa.files import write_atomic
 from nsa_train import names
-from nsa_train.record import halt_file, records
+from nsa_train.record import halt_file, record_files
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.terminal_text import printable
 from nsa_train.watch.conditions import AlertLevel, HealthFinding, HealthLimits
 from nsa_train.watch.hang_diagnosis import HangDiagnosis
 from nsa_train.watch.health import examine
-from nsa_train.watch.history import HistoryReader, RankLog
-from nsa_train.watch.status import RunPhase, phase
+from nsa_train.watch.history import RankLog
+from nsa_train.watch.run_reader import RunReader
+from nsa_train.watch.status import RunPhase, describe_findings, group_findings, phase, ranks_of, where_found
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
 _RECENT, _MAX_BYTES = 20, 4096
-_MAX_RANKS = 8
 _Key = tuple[str, int | None]
 _T = TypeVar("_T")
 
@@ -43,12 +43,12 @@ class Watchdog:
         halt: bool,
         limits: HealthLimits,
         emit: Callable[[str], None],
-        reader: HistoryReader | None = None,
+        reader: RunReader | None = None,
     ) -> None:
         self.folder, self.limits = folder, limits
         self.phase = RunPhase.EMPTY
         self._halts, self._emit = halt, emit
-        self._reader = reader or HistoryReader(folder)
+        self._reader = reader or RunReader(folder)
         self._began = self._reader.now.steady
         self._holding: dict[_Key, HealthFinding] = {}
         self._acted: set[_Key] = set()
@@ -79,12 +79,12 @@ class Watchdog:
             self.log(f"{now_phase} at step {history.step}")
         if (unreadable := history.unreadable.total()) != self._unreadable:
             self._unreadable = unreadable
-            self.log(records.describe_unreadable(history.unreadable) or "all records are readable again")
+            self.log(record_files.describe_unreadable(history.unreadable) or "all records are readable again")
         now = {(finding.name, finding.rank): finding for finding in findings}
         before, self._holding = self._holding, now
-        for same in by_condition([finding for key, finding in now.items() if key not in before]):
+        for same in group_findings([finding for key, finding in now.items() if key not in before]):
             self._report(same)
-        for same in by_condition([finding for key, finding in before.items() if key not in now]):
+        for same in group_findings([finding for key, finding in before.items() if key not in now]):
             self._report_resolved(same)
         self._acted &= now.keys()
         due = [
@@ -149,13 +149,13 @@ class Watchdog:
 
     def _report(self, same: Sequence[HealthFinding]) -> None:
         first = same[0]
-        self.log(f"{first.level.upper()} {describe(same)}")
+        self.log(f"{first.level.upper()} {describe_findings(same)}")
         self._event(EventKind.STALL if first.name in _BY_AGE else EventKind.FINDING, same, message=first.message)
         if first.name in _GATES and first.level == AlertLevel.WARNING:
             self._write_gates(same)
 
     def _report_resolved(self, same: Sequence[HealthFinding]) -> None:
-        self.log(f"resolved: {same[0].name}{_where(same)}")
+        self.log(f"resolved: {same[0].name}{where_found(same)}")
         self._event(EventKind.FINDING, same, over=True)
 
     def _event(self, kind: EventKind, same: Sequence[HealthFinding], **details: Any) -> None:
@@ -214,35 +214,18 @@ def _gate_details(log: RankLog) -> dict[str, Any]:
     }
 
 
-def by_condition(findings: Sequence[HealthFinding]) -> list[list[HealthFinding]]:
-    """Groups findings of the same condition on several ranks."""
-    groups: dict[str, list[HealthFinding]] = {}
-    for finding in findings:
-        groups.setdefault(finding.name, []).append(finding)
-    return list(groups.values())
-
-
-def ranks_of(same: Sequence[HealthFinding]) -> list[int]:
-    return [finding.rank for finding in same if finding.rank is not None]
-
-
-def describe(same: Sequence[HealthFinding]) -> str:
-    """One line for findings of the same condition."""
-    return f"{same[0].name}{_where(same)}: {same[0].message}"
-
-
 def _read_anomaly(folder: Path) -> tuple[str, float] | None:
     """Content and modification time of `.anomaly_type`; None without one."""
     path = folder / names.ANOMALY
     try:
-        return records.read_text(path, _MAX_BYTES).strip(), path.stat().st_mtime
+        return record_files.read_text(path, _MAX_BYTES).strip(), path.stat().st_mtime
     except OSError:  # missing, or not a regular file
         return None
 
 
 def append_health(folder: Path, line: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-    with records.open_to_append(folder / names.HEALTH_LOG) as file:
+    with record_files.open_to_append(folder / names.HEALTH_LOG) as file:
         file.write(f"[{stamp}] {printable(line)}\n")
 
 
@@ -257,16 +240,6 @@ def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], Non
         if watchdog.phase in (RunPhase.FINISHED, RunPhase.HALTED):
             return watchdog.phase
         pause(interval_s)
-
-
-def _where(same: Sequence[HealthFinding]) -> str:
-    ranks = ranks_of(same)
-    if not ranks:
-        return f" (step {same[0].step})"
-    few = ", ".join(map(str, ranks[:_MAX_RANKS])) + (
-        f" and {len(ranks) - _MAX_RANKS} more" if len(ranks) > _MAX_RANKS else ""
-    )
-    return f" (rank{'s' * (len(ranks) > 1)} {few}, step {same[0].step})"
 
 
 def _strict(value: Any) -> Any:

@@ -11,8 +11,7 @@ import torch
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa_train import names
 from nsa_train.record.events import EventKind, read_events
-from nsa_train.record.heartbeat_file import read_beats
-from nsa_train.record.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS
+from nsa_train.record.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS, read_beats
 from nsa_train.train.callbacks.heartbeat_callback import mib
 from tests.nsa_train.train.runs import Job, run_all
 

@@ -9,7 +9,7 @@ import torch
 from nsa_train import names
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.failure_codes import FailureCode
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.callbacks.replica_check import fingerprint, odd_ones_out
 from tests.nsa_train.train.faulty_runs import Fault, run_faulty
 from tests.nsa_train.train.runs import Job

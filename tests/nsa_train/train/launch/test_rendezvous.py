@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from nsa_train import names
-from nsa_train.record.heartbeat_file import last_beat
+from nsa_train.record.heartbeat_record import last_beat
 from nsa_train.train.launch import rendezvous
 from nsa_train.train.launch.node_address import (
     SECRET,

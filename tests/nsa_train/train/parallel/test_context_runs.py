@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nsa_train import names
-from nsa_train.record.heartbeat_file import read_beats
+from nsa_train.record.heartbeat_record import read_beats
 from tests.nsa_train.train.runs import Job, run_all
 
 pytestmark = pytest.mark.nightly  # many runs; test_context_parallel.py compares layers for every change

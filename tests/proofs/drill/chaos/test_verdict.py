@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, LauncherAction, add_event
-from nsa_train.record.heartbeat_file import JsonLines
 from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.record_files import JsonLines
 from proofs.drill.chaos.fault_classes import ChaosFault
 from proofs.drill.chaos.schedule import ChaosPlan, PlannedFault
 from proofs.drill.chaos.sightings import RunObserver, Sighting

@@ -19,8 +19,8 @@ from nsa.core.probe import Probe, probing
 from nsa.kernels.choice_text import reason_text
 from nsa_train import names
 from nsa_train.record.failure_codes import code_of_exception
-from nsa_train.record.heartbeat_file import ALIVE_EVERY_S, JsonLines
-from nsa_train.record.heartbeat_record import METRICS, RECORD_FIELDS, HeartbeatRecord
+from nsa_train.record.heartbeat_record import ALIVE_EVERY_S, METRICS, RECORD_FIELDS, HeartbeatRecord
+from nsa_train.record.record_files import JsonLines
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
 from nsa_train.train.kernel_choices import kernel_choices

@@ -1,14 +1,22 @@
-"""Summary of a run (loss, throughput, goodput, restarts) and comparison of several runs: values and settings."""
+"""Summary of a run for monitor, report and comparison: its figures, its state and findings at one moment, and how
+several runs differ.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from string import ascii_uppercase
 
 from nsa_train.config.layer import flatten
 from nsa_train.record.events import EventKind
 from nsa_train.record.run_data import RunData
+from nsa_train.watch.conditions import HealthFinding, HealthLimits
+from nsa_train.watch.health import examine
+from nsa_train.watch.run_reader import RunReader, require_run
+from nsa_train.watch.status import group_findings, phase
 from nsa_train.watch.trends import smoothed_last
 from nsa_train.watch.view.formatting import count, duration, number, plain, share
 from nsa_train.watch.view.measured_goodput import Goodput, TimeCause, goodput
@@ -140,3 +148,48 @@ def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
 
 def _last_loss(of: RunSummary) -> str:
     return f"{number(of.loss)} ({of.loss_records} up to {of.loss_step:,})" if of.loss_records else number(None)
+
+
+@dataclass
+class RunSnapshot:
+    """A run at one moment: its data, state, findings and goodput."""
+
+    run: RunData
+    state: str
+    findings: Sequence[HealthFinding]
+    wall: Goodput | None
+    now: float
+
+    def grouped(self) -> list[list[HealthFinding]]:
+        """Findings grouped by condition, for all affected ranks."""
+        return group_findings(self.findings)
+
+
+class SnapshotReader:
+    """Reads snapshots repeatedly; each reads only what was appended since the last."""
+
+    def __init__(self, folder: Path) -> None:
+        require_run(folder)
+        self._reader = RunReader(folder, whole=True)
+        self._wall: Goodput | None = None
+        self._wall_key: tuple[int, int] | None = None
+
+    def read(self) -> RunSnapshot:
+        history, run, now = self._reader.update(), self._reader.data, self._reader.now
+        findings = examine(history, now=now.steady, limits=HealthLimits())
+        return RunSnapshot(run, str(phase(history, findings)), findings, self._goodput(run), now.wall)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _goodput(self, run: RunData) -> Goodput | None:
+        """Compute the goodput only when there are new records: it goes through all of them."""
+        of = (len(run.lead), len(run.events))
+        if of != self._wall_key:
+            self._wall, self._wall_key = goodput(run.lead, run.events, run.evaluations), of
+        return self._wall
+
+
+def take_snapshot(folder: Path) -> RunSnapshot:
+    with closing(SnapshotReader(folder)) as reader:
+        return reader.read()

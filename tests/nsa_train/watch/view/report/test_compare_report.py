@@ -3,7 +3,7 @@ import re
 from typer.testing import CliRunner
 
 from nsa_train.cli.main import app
-from nsa_train.record.run_data import load
+from nsa_train.watch.run_reader import load
 from nsa_train.watch.view.summary import differing_settings, labels
 from tests.nsa_train.record.beats import a_run
 from tests.nsa_train.record.written import CONFIG, write_run

@@ -16,7 +16,7 @@ from nsa_train.record.events import EventKind
 from nsa_train.record.run_data import RunData
 from nsa_train.watch.view.measured_goodput import TimeCause, goodput
 from nsa_train.watch.view.report.run_report import render
-from nsa_train.watch.view.snapshot import RunSnapshot, take_snapshot
+from nsa_train.watch.view.summary import RunSnapshot, take_snapshot
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 from tests.nsa_train.record.written import CONFIG, write_run
 from tests.nsa_train.watch.view.monitor.test_frame import CASES, START, healthy, not_finite, restarted
@@ -173,7 +173,7 @@ def test_a_long_run_is_one_small_file_with_its_spike():
 
 @pytest.mark.nightly
 def test_half_a_million_records_in_a_file_make_a_report_in_time(tmp_path):
-    from nsa_train.record.records import to_line
+    from nsa_train.record.record_files import to_line
 
     template = to_line({**progress(1, BEGAN).as_dict(), "ts": "TS", "step": "STEP", "loss": "LOSS"})
     head, tail = template.split('"TS"')

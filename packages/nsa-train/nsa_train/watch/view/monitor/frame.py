@@ -15,6 +15,7 @@ from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.record.run_data import RunData
 from nsa_train.watch.conditions import AlertLevel, HealthLimits
+from nsa_train.watch.status import describe_findings
 from nsa_train.watch.trends import smoothed_last
 from nsa_train.watch.view.formatting import (
     accuracy_text,
@@ -32,8 +33,7 @@ from nsa_train.watch.view.formatting import (
 from nsa_train.watch.view.measured_goodput import TimeCause
 from nsa_train.watch.view.monitor.braille_plot import BraillePlot, PlotCurve
 from nsa_train.watch.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
-from nsa_train.watch.view.snapshot import RunSnapshot
-from nsa_train.watch.watchdog import describe
+from nsa_train.watch.view.summary import RunSnapshot
 
 _MARKS = {
     "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
@@ -121,7 +121,7 @@ def _facts(snapshot: RunSnapshot, width: int) -> Text:
         age = max(0.0, snapshot.now - lead.last["ts"])
         facts.insert(0, f"heartbeat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
     if run.halt is not None:
-        facts.insert(0, f".HALT: {plain(run.halt, 40)}")
+        facts.insert(0, f".HALT: {plain(run.halt.reason, 40)}")
     if unreadable := run.unreadable.total():
         facts.append(f"{unreadable} unreadable record{'' if unreadable == 1 else 's'}")
     if tokens := lead.last_progress.get("tokens_seen"):
@@ -315,7 +315,7 @@ def _findings(snapshot: RunSnapshot, width: int, room: int) -> list[Text]:
     lines = [title("findings", ", ".join(counts), width)]
     for group in shown:
         mark, style = _LEVEL_MARKS[group[0].level]
-        lines.append(line((mark, style), " ", plain(describe(group), 300)))
+        lines.append(line((mark, style), " ", plain(describe_findings(group), 300)))
     if rest := groups[len(shown) :]:
         lines.append(line((f"and {len(rest)} more: {', '.join(group[0].name for group in rest)}", QUIET)))
     return lines

@@ -8,10 +8,11 @@ from typing import Any
 
 from nsa_train import names
 from nsa_train.config.layer import flatten
-from nsa_train.record import records
+from nsa_train.record import record_files, value_checks
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.run_data import RunData
 from nsa_train.watch.conditions import AlertLevel, HealthFinding
+from nsa_train.watch.status import ranks_of
 from nsa_train.watch.view.formatting import (
     UNKNOWN,
     accuracy_text,
@@ -29,9 +30,7 @@ from nsa_train.watch.view.report.evaluation_tables import evaluation_section
 from nsa_train.watch.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa_train.watch.view.report.run_charts import charts, gate_pictures
 from nsa_train.watch.view.report.timeline import timeline
-from nsa_train.watch.view.snapshot import RunSnapshot
-from nsa_train.watch.view.summary import RunSummary, summarize
-from nsa_train.watch.watchdog import ranks_of
+from nsa_train.watch.view.summary import RunSnapshot, RunSummary, summarize
 
 _SIGNS = {
     "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
@@ -95,7 +94,7 @@ def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
 
 
 def _unreadable(run: RunData) -> str:
-    words = records.describe_unreadable(run.unreadable)
+    words = record_files.describe_unreadable(run.unreadable)
     return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
@@ -225,7 +224,7 @@ def _found_before(events: Sequence[RunEvent]) -> str:
 
 def _health_log(folder: Path) -> str:
     try:
-        lines = records.read_text(folder / names.HEALTH_LOG).splitlines()
+        lines = record_files.read_text(folder / names.HEALTH_LOG).splitlines()
     except OSError:
         return ""
     shown = "\n".join(plain(line) for line in lines[-_MOST_LOG_LINES:])
@@ -250,7 +249,7 @@ def _config(run: RunData) -> str:
     settings = flatten(run.config)
     if not settings:
         return f'<p class="quiet">{names.ENV} does not exist.</p>'
-    origins = records.section(run.env.get("origins")) or {}
+    origins = value_checks.section(run.env.get("origins")) or {}
     order = sorted(settings, key=lambda key: (origins.get(key) == "default",))
     rows = [(plain(key), value_text(settings[key]), plain(origins.get(key, UNKNOWN))) for key in order]
     classes = ["default" if origins.get(key) == "default" else "" for key in order]
@@ -263,7 +262,7 @@ def _config(run: RunData) -> str:
 def _environment(run: RunData) -> str:
     left_out = ("config", "origins", "packages")
     facts = {name: value for name, value in run.env.items() if name not in left_out}
-    facts |= records.section(run.env.get("packages")) or {}
+    facts |= value_checks.section(run.env.get("packages")) or {}
     last = run.lead.last_progress
     facts |= {name.replace("_", " "): value for name, value in last.items() if name.startswith("kernel_")}
     facts |= {"ranks with records": len(run.ranks), "records of the lowest rank": len(run.lead)}

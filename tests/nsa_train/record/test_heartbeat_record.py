@@ -5,8 +5,8 @@ import pytest
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, add_event, read_events
-from nsa_train.record.heartbeat_file import JsonLines, last_beat, read_beats
-from nsa_train.record.heartbeat_record import HeartbeatRecord
+from nsa_train.record.heartbeat_record import HeartbeatRecord, last_beat, read_beats
+from nsa_train.record.record_files import JsonLines
 from nsa_train.record.run_folder import RunFolder
 
 

@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from nsa_train.record.records import parse_record
-from nsa_train.record.tail import RecordTail
+from nsa_train.record.record_files import RecordTail, parse_record
 
 
 def line(step: int) -> bytes:

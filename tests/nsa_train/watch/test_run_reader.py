@@ -12,10 +12,10 @@ import pytest
 
 from nsa_train import names
 from nsa_train.record.events import EventKind, add_event
-from nsa_train.record.heartbeat_file import JsonLines
+from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.health import examine
-from nsa_train.watch.history import ClockReading, HistoryReader
+from nsa_train.watch.run_reader import ClockReading, RunReader
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 
 HOUR = 3600.0
@@ -42,7 +42,7 @@ class Folder:
         self.path = path
         self.lines = JsonLines(path / names.heartbeat(0))
         self.clock = Clock(BEGAN)
-        self.reader = HistoryReader(path, self.clock, host="another")
+        self.reader = RunReader(path, self.clock, host="another")
         self.step = 0
 
     def beat(self) -> None:
@@ -144,7 +144,7 @@ def test_a_process_counts_as_there_only_while_it_holds_the_runs_files(tmp_path):
     beats = tmp_path / names.heartbeat(0)
     (tmp_path / names.ENV).write_text(json.dumps({"host": socket.gethostname(), "world_size": 1}))
     process = subprocess.Popen([sys.executable, "-c", PROCESS, str(beats)], stdout=subprocess.PIPE)
-    reader = HistoryReader(tmp_path)
+    reader = RunReader(tmp_path)
 
     def tell(pid: int) -> frozenset[int]:
         lines = JsonLines(beats)
@@ -165,4 +165,4 @@ def test_a_process_counts_as_there_only_while_it_holds_the_runs_files(tmp_path):
         process.kill()
         process.wait()
     assert reader.update().gone == {0}
-    assert HistoryReader(tmp_path, host="another").update().gone == frozenset()
+    assert RunReader(tmp_path, host="another").update().gone == frozenset()
