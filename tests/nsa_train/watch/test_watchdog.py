@@ -17,7 +17,7 @@ from nsa_train.watch.status import RunPhase
 from nsa_train.watch.watchdog import Watchdog, watch
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 from tests.nsa_train.watch.recorded import UNWELL
-from tests.nsa_train.watch.test_history import Clock
+from tests.nsa_train.watch.test_run_reader import Clock
 
 
 class Watched:
