@@ -141,9 +141,8 @@ from nsa_train.watch.run_metrics import samples, served_names
 from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from nsa_train.record.record_files import JsonLines
 from nsa_train.record.metric_writers import TRAINING_COLUMNS, tracked_numbers
-from nsa_train.watch.view.monitor.frame import frame
-from nsa_train.watch.view.report.compare_report import render as compare
-from nsa_train.watch.view.report.run_report import render as report
+from nsa_train.watch.view.monitor_frame import frame
+from nsa_train.watch.view.run_report import render as report, render_comparison as compare
 from nsa_train.watch.run_reader import ClockReading, load
 from nsa_train.watch.view.summary import take_snapshot
 from nsa_train.watch.history import RunHistory

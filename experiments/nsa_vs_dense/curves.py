@@ -11,8 +11,8 @@ from experiments.nsa_vs_dense.tables import StudyRun, StudyTable
 from nsa_train.record.run_data import EvaluationRecord
 from nsa_train.watch.view.downsample import bucket
 from nsa_train.watch.view.formatting import number, share
-from nsa_train.watch.view.report.compare_report import STYLES
-from nsa_train.watch.view.report.svg_chart import ChartLine, SvgChart
+from nsa_train.watch.view.run_charts import STYLES
+from nsa_train.watch.view.svg_chart import ChartLine, SvgChart
 
 WIDTH, HEIGHT, KEY_LINE = 720, 340, 18
 
@@ -43,7 +43,7 @@ def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[Evaluation
 
 def _style() -> str:
     """What a report's style sheet says of charts, with the colours of light pages: not every viewer knows variables."""
-    css = files("nsa_train.watch.view.report").joinpath("page.css").read_text(encoding="utf-8")
+    css = files("nsa_train.watch.view").joinpath("page.css").read_text(encoding="utf-8")
     colours = dict(reversed(re.findall(r"(--\w+): (#\w+);", css)))  # the first of each name is the light one
     rules = re.findall(r"(?:^|(?<=\} ))((?:svg [.a-z]|\.line|\.band)[^{}]*\{[^{}]*\})", css, re.MULTILINE)
     return re.sub(r"var\((--\w+)\)", lambda name: colours[name[1]], "\n".join([*rules, ".hover { fill: none }"]))

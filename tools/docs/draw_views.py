@@ -17,8 +17,8 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from nsa_train.watch.run_reader import load
-from nsa_train.watch.view.monitor.frame import frame
-from nsa_train.watch.view.report import compare_report, run_report
+from nsa_train.watch.view.monitor_frame import frame
+from nsa_train.watch.view.run_report import render, render_comparison
 from nsa_train.watch.view.summary import take_snapshot
 
 CELL_W, CELL_H, MARGIN = 8.4, 18.0, 12.0
@@ -117,8 +117,8 @@ def main() -> None:
     look = take_snapshot(run)
     for width, height, name in ((80, 24, "monitor.svg"), (120, 40, "monitor_large.svg")):
         (out / name).write_text(terminal_svg(frame(look, width, height), width), encoding="utf-8")
-    screenshot(run_report.render(look), out / "report.png", 1480)
-    screenshot(compare_report.render([load(run), load(other)]), out / "compare.png", 1318)
+    screenshot(render(look), out / "report.png", 1480)
+    screenshot(render_comparison([load(run), load(other)]), out / "compare.png", 1318)
     for path in sorted(out.iterdir()):
         print(f"wrote {path} ({path.stat().st_size / 1000:.0f} kB)")
 

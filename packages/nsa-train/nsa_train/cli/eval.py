@@ -166,8 +166,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
     from rich.text import Text
 
     from nsa_train.record.evaluations import checked_results
+    from nsa_train.watch.view.evaluation_tables import result_tables
     from nsa_train.watch.view.layer_chart import layer_advice, layer_bars
-    from nsa_train.watch.view.report.evaluation_tables import result_tables
 
     console = Console(highlight=False, markup=False)
     width = console.width

@@ -59,8 +59,8 @@ def _watch(reader, console: "Console", interval: float, width: int | None, heigh
 
 
 def _frame(reader, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
-    from nsa_train.watch.view.monitor.frame import frame
-    from nsa_train.watch.view.monitor.text_layout import plain_ascii
+    from nsa_train.watch.view.monitor_frame import frame
+    from nsa_train.watch.view.terminal_plot import plain_ascii
 
     size = console.size if console.is_terminal else _SMALLEST
     lines = frame(reader.read(), width or size[0], height or size[1])

@@ -29,7 +29,7 @@ def report(
     path = out or run / DEFAULT_NAME
     require_writable_file(path)
 
-    from nsa_train.watch.view.report.run_report import render
+    from nsa_train.watch.view.run_report import render
     from nsa_train.watch.view.summary import take_snapshot
 
     _write(path, render(take_snapshot(run)))
@@ -61,9 +61,9 @@ def compare(
     else:
         _show(loaded)
     if out is not None:
-        from nsa_train.watch.view.report.compare_report import render
+        from nsa_train.watch.view.run_report import render_comparison
 
-        _write(out, render(loaded), to_stderr=as_json)
+        _write(out, render_comparison(loaded), to_stderr=as_json)
 
 
 def _comparison(runs: "list[RunData]") -> dict[str, Any]:
@@ -84,14 +84,13 @@ def _show(loaded: "list[RunData]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nsa_train.watch.view.monitor.braille_plot import BraillePlot, PlotCurve
-    from nsa_train.watch.view.monitor.text_layout import plain_ascii, title
-    from nsa_train.watch.view.report.run_report import value_text
-    from nsa_train.watch.view.summary import differing_settings, figures, labels, summarize
+    from nsa_train.watch.view.run_report import value_text
+    from nsa_train.watch.view.summary import differing_settings, figures, run_labels, summarize
+    from nsa_train.watch.view.terminal_plot import PlotCurve, braille_plot, plain_ascii, title
 
     console = Console(highlight=False, markup=False)
     unicode = console.encoding.startswith("utf")
-    names = labels(loaded)
+    names = run_labels(loaded)
 
     def show(head: str, rows: list[tuple[str, list[str]]]) -> None:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -115,7 +114,7 @@ def _show(loaded: "list[RunData]") -> None:
         for run, name, style in zip(loaded, names, _STYLES, strict=False)
     ]
     width = min(console.width, 120)
-    lines = [title("loss", "nats per token", width), *BraillePlot(curves).draw(width, 16)]
+    lines = [title("loss", "nats per token", width), *braille_plot(curves, width, 16)]
     for line in lines:
         console.print(line if unicode else plain_ascii(line), no_wrap=True, overflow="crop")
 

@@ -18,7 +18,7 @@ from nsa_train.checkpoint.trained_model import TrainedModel
 from nsa_train.config.schema import RunConfig
 from nsa_train.record.evaluations import read_evaluations
 from nsa_train.watch import run_reader
-from nsa_train.watch.view.report.evaluation_tables import evaluation_summary
+from nsa_train.watch.view.evaluation_tables import evaluation_summary
 
 TRAINING_RECORD = "training_record.json"
 _FORMAT = 1

@@ -15,7 +15,7 @@ from nsa.core.probe import Probe, probing
 from nsa.files import write_atomic
 from nsa.geometry import Geometry
 from nsa_train.infer.load_model import LoadedModel
-from nsa_train.watch.view.svg_shapes import ACCENT, MUTED, svg_box, svg_label, svg_legend, svg_picture, svg_turned_label
+from nsa_train.watch.view.svg_chart import ACCENT, MUTED, svg_box, svg_label, svg_legend, svg_picture, svg_turned_label
 
 _SIDE, _GAP, _LEFT, _TOP, _BELOW, _MOST_ROWS = 256, 26, 62, 92, 88, 64
 _SHADES, _BETWEEN = " ░▒▓█", "   "

@@ -200,6 +200,10 @@ class RunData:
         return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*LEAD_COLUMNS, *SHARES))
 
     @property
+    def uses_gpu(self) -> bool:
+        return any(value > 0 for value in self.lead.column("gpu_mem_reserved"))
+
+    @property
     def config(self) -> dict[str, Any]:
         return value_checks.section(self.env.get("config")) or {}
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from nsa_train.watch.view.layer_chart import layer_bars, layer_svg
-from tests.nsa_train.watch.view.report.test_evaluation_tables import LAYERS
+from tests.nsa_train.watch.view.test_evaluation_tables import LAYERS
 
 
 def test_bars_of_characters_are_as_long_as_the_shares_and_fit(tmp_path):

@@ -12,7 +12,7 @@ from nsa_train.cli.main import app
 from nsa_train.record.events import EventKind
 from nsa_train.watch.run_reader import load
 from nsa_train.watch.trends import smoothed_last
-from nsa_train.watch.view.report.run_report import render
+from nsa_train.watch.view.run_report import render
 from nsa_train.watch.view.summary import summarize, take_snapshot
 from tests.nsa_train.record.beats import a_run
 from tests.nsa_train.record.written import write_run

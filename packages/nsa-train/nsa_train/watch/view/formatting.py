@@ -10,6 +10,19 @@ from nsa_train.terminal_text import printable
 
 UNKNOWN = "–"
 _NOT_FINITE = "not finite"
+PLACED_METRICS = (
+    "loss", "toks_per_s", "grad_norm", "lr", "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean",
+    "sel_k_max", "sel_pct_at_max", "host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved", "dt_fetch_s", "forward_s",
+)  # fmt: skip
+"""Metrics with a place of their own in monitor and report; every other one that has a title follows them."""
+
+
+STATE_MARKS = {
+    "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
+    "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
+    "no run": ("○", ""),
+}  # fmt: skip
+"""Symbol and style of each phase of a run."""
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nsa_train.watch.view.formatting import UNKNOWN, number, share
-from nsa_train.watch.view.svg_shapes import (
+from nsa_train.watch.view.svg_chart import (
     ACCENT,
     MUTED,
     legend_width,

@@ -99,7 +99,7 @@ _IGNORED_SETTINGS = ("train.out_dir",)
 """Always different and never of interest."""
 
 
-def labels(runs: Sequence[RunData]) -> list[str]:
+def run_labels(runs: Sequence[RunData]) -> list[str]:
     """A letter and the folder name of each run, with the parent folder where names repeat."""
     names = [run.name for run in runs]
     resolved = [run.folder.resolve() for run in runs]

@@ -18,6 +18,8 @@ from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.status import describe_findings
 from nsa_train.watch.trends import smoothed_last
 from nsa_train.watch.view.formatting import (
+    PLACED_METRICS,
+    STATE_MARKS,
     accuracy_text,
     as_float,
     clock,
@@ -31,24 +33,13 @@ from nsa_train.watch.view.formatting import (
     share,
 )
 from nsa_train.watch.view.measured_goodput import TimeCause
-from nsa_train.watch.view.monitor.braille_plot import BraillePlot, PlotCurve
-from nsa_train.watch.view.monitor.text_layout import QUIET, beside, ends, fit, level, line, title
 from nsa_train.watch.view.summary import RunSnapshot
+from nsa_train.watch.view.terminal_plot import QUIET, PlotCurve, beside, braille_plot, ends, fit, level, line, title
 
-_MARKS = {
-    "running": ("●", "bold green"), "starting": ("○", "bold"), "finished": ("✓", "bold green"),
-    "halted": ("■", "bold yellow"), "stopped": ("■", "bold yellow"), "failed": ("✗", "bold red"),
-    "gone": ("✗", "bold red"), "hung": ("▲", "bold red"), "no run": ("○", "dim"),
-}  # fmt: skip
+_STATE_STYLES = {"good": "bold green", "": "bold", "warn": "bold yellow", "crit": "bold red"}
 _LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
 _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
-_SHOWN = (
-    "loss", "toks_per_s", "grad_norm", "lr", "dt_fetch_s", "forward_s", "host_mem_rss", "gpu_mem_alloc",
-    "gpu_mem_reserved", "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean", "sel_k_max",
-    "sel_pct_at_max",
-)  # fmt: skip
-"""Metrics with a place in a frame; every other one that has a title gets a line where there is room."""
 
 
 def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
@@ -56,7 +47,7 @@ def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
     plan = _plan(snapshot, height)
     left = (width - 2) // 2
     lines = [_header(snapshot, width), _facts(snapshot, width)]
-    lines += _charts(snapshot, width, plan.charts, plan.two_rows)
+    lines += _charts(snapshot.run, width, plan.charts, plan.two_rows)
     gates, figures = _gates(snapshot.run, left, plan.gates), _figures(snapshot.run, width - 2 - left, plan.two_rows)
     lines += beside(gates, figures, left)
     lines += _findings(snapshot, width, plan.findings)
@@ -91,9 +82,9 @@ def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
 
 
 def _header(snapshot: RunSnapshot, width: int) -> Text:
-    mark, style = _MARKS.get(snapshot.state, ("?", "bold"))
+    mark, level = STATE_MARKS[snapshot.state]
     run, lead = snapshot.run, snapshot.run.lead
-    left = line((f"{mark} {snapshot.state}", style), "  ", (plain(run.name, 60), "bold"))
+    left = line((f"{mark} {snapshot.state}", _STATE_STYLES[level]), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
     words = f"step {step:,}"
     if target:
@@ -132,32 +123,33 @@ def _facts(snapshot: RunSnapshot, width: int) -> Text:
     return line((words, QUIET))
 
 
-def _charts(snapshot: RunSnapshot, width: int, height: int, two_rows: bool) -> list[Text]:
+def _charts(run: RunData, width: int, height: int, two_rows: bool) -> list[Text]:
     left = (width - 2) // 2
     right = width - 2 - left
-    lines = beside(_loss(snapshot.run, left, height), _throughput(snapshot.run, right, height), left)
+    lines = beside(_loss(run, left, height), _metric_plot(run, "toks_per_s", "tokens/s", right, height), left)
     if two_rows:
-        lines += beside(_grad_norm(snapshot.run, left, height), _memory(snapshot.run, right, height), left)
+        name, where = ("gpu_mem_reserved", "reserved on the GPU") if run.uses_gpu else ("host_mem_rss", "on the host")
+        grad_norm = _metric_plot(run, "grad_norm", "before clipping", left, height)
+        lines += beside(grad_norm, _metric_plot(run, name, f"{where}, MiB", right, height, heading="memory"), left)
     return lines
 
 
+def _metric_plot(run: RunData, name: str, words: str, width: int, height: int, heading: str = "") -> list[Text]:
+    """Draw a metric with its newest value in the title."""
+    about = line((_latest_text(run, name), "bold cyan"), (f" {words}", QUIET))
+    return [title(heading or METRICS[name].title, about, width), *_plot(run, name, width, height - 1)]
+
+
 def _plot(
-    run: RunData, name: str, *, from_zero: bool, style: str, points: Sequence[tuple[float, float]] = ()
-) -> BraillePlot:
+    run: RunData, name: str, width: int, height: int, points: Sequence[tuple[float, float]] = (), from_zero: bool = True
+) -> list[Text]:
     lead = run.lead
-    curve = PlotCurve(lead.counted("step"), lead.counted(name), style)
     restarts = [event.step for event in run.events if event.kind in (EventKind.RESTART, EventKind.ROLLBACK)]
-    last = max([*lead.step[-1:], 1])
-    return BraillePlot([curve], list(points), restarts, from_zero, (0.0, float(last)))
-
-
-def _latest(run: RunData, name: str) -> float:
-    column = run.lead.column(name)
-    return column[-1] if len(column) else math.nan
-
-
-def _latest_text(run: RunData, name: str) -> str:
-    return metric_format(name)(_latest(run, name))
+    curve, x_range = (
+        PlotCurve(lead.counted("step"), lead.counted(name), "cyan"),
+        (0.0, float(max([*lead.step[-1:], 1]))),
+    )
+    return braille_plot([curve], width, height, points=points, restarts=restarts, from_zero=from_zero, x_range=x_range)
 
 
 def _loss(run: RunData, width: int, height: int) -> list[Text]:
@@ -173,29 +165,16 @@ def _loss(run: RunData, width: int, height: int) -> list[Text]:
     points = [(float(each.step), each.val_loss) for each in evaluations]
     skips = [event for event in run.events if event.kind == EventKind.SKIPPED_STEP]
     points += [(float(event.step), math.inf) for event in skips if event.step <= run.lead.last.get("step", 0)]
-    plot = _plot(run, "loss", from_zero=False, style="cyan", points=points)
-    return [title("loss", about, width), *plot.draw(width, height - 1)]
+    return [title("loss", about, width), *_plot(run, "loss", width, height - 1, points, from_zero=False)]
 
 
-def _throughput(run: RunData, width: int, height: int) -> list[Text]:
-    return _metric_plot(run, "toks_per_s", "tokens/s", width, height)
+def _latest(run: RunData, name: str) -> float:
+    column = run.lead.column(name)
+    return column[-1] if len(column) else math.nan
 
 
-def _grad_norm(run: RunData, width: int, height: int) -> list[Text]:
-    return _metric_plot(run, "grad_norm", "before clipping", width, height)
-
-
-def _memory(run: RunData, width: int, height: int) -> list[Text]:
-    on_gpu = _latest(run, "gpu_mem_reserved") > 0
-    name, words = ("gpu_mem_reserved", "reserved on the GPU") if on_gpu else ("host_mem_rss", "on the host")
-    return _metric_plot(run, name, f"{words}, MiB", width, height, heading="memory")
-
-
-def _metric_plot(run: RunData, name: str, words: str, width: int, height: int, heading: str = "") -> list[Text]:
-    """Draw a metric with its newest value in the title."""
-    about = line((_latest_text(run, name), "bold cyan"), (f" {words}", QUIET))
-    plot = _plot(run, name, from_zero=True, style="cyan")
-    return [title(heading or METRICS[name].title, about, width), *plot.draw(width, height - 1)]
+def _latest_text(run: RunData, name: str) -> str:
+    return metric_format(name)(_latest(run, name))
 
 
 def _n_layers(run: RunData) -> int:
@@ -279,7 +258,9 @@ def _figures(run: RunData, width: int, two_rows: bool) -> list[Text]:
     if two_rows:
         kernels = [str(last.get(f"kernel_{branch}", "?")) for branch in ("compressed", "select", "selected", "sliding")]
         reason = str(last.get("kernels_reason") or "")
-        others = [name for name, metric in METRICS.items() if metric.title and name not in _SHOWN and name in last]
+        others = [
+            name for name, metric in METRICS.items() if metric.title and name not in PLACED_METRICS and name in last
+        ]
         lines += [line(f"{METRICS[name].title} ", (_latest_text(run, name), "bold")) for name in others]
         lines.append(line("kernels ", (plain("/".join(dict.fromkeys(kernels))), "bold"), (f" {plain(reason)}", QUIET)))
     return lines

@@ -15,11 +15,11 @@ from nsa_train.cli.main import app
 from nsa_train.record.events import EventKind
 from nsa_train.record.run_data import RunData
 from nsa_train.watch.view.measured_goodput import TimeCause, goodput
-from nsa_train.watch.view.report.run_report import render
+from nsa_train.watch.view.run_report import render
 from nsa_train.watch.view.summary import RunSnapshot, take_snapshot
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 from tests.nsa_train.record.written import CONFIG, write_run
-from tests.nsa_train.watch.view.monitor.test_frame import CASES, START, healthy, not_finite, restarted
+from tests.nsa_train.watch.view.test_monitor_frame import CASES, START, healthy, not_finite, restarted
 
 SECTIONS = ("curves", "gates", "timeline", "goodput", "findings", "events", "configuration", "environment")
 _VOID = {"meta", "img", "input", "br", "link", "hr"}
@@ -155,7 +155,8 @@ def long_run(records: int) -> RunData:
             loss = 77.0 if step == records // 2 else 2 + 8 * step**-0.3 + 0.05 * math.sin(step)
             yield {**template, "ts": BEGAN + step, "step": step, "loss": loss, "gate_shares_by_layer": layers}
 
-    run.add(0, records_())
+    for record in records_():
+        run.add(0, record)
     return run
 
 

@@ -18,14 +18,14 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.record.events import EventKind
 from nsa_train.watch.conditions import CONDITIONS, HealthFinding
-from nsa_train.watch.view.monitor.frame import frame
-from nsa_train.watch.view.monitor.text_layout import plain_ascii
+from nsa_train.watch.view.monitor_frame import frame
 from nsa_train.watch.view.summary import SnapshotReader, take_snapshot
+from nsa_train.watch.view.terminal_plot import plain_ascii
 from proofs import import_path
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run
 from tests.nsa_train.record.written import of_ranks, with_layers, write_run
 
-ROOT = Path(__file__).parents[5]
+ROOT = Path(__file__).parents[4]
 START = (EventKind.START, BEGAN, 0, {"world": 1})
 
 

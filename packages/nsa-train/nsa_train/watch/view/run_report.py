@@ -1,4 +1,4 @@
-"""HTML report of one run: summary, curves, gates, timeline, goodput, findings, events, configuration."""
+"""HTML report of one run (summary, curves, gates, timeline, goodput, findings, events, configuration) or of several."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.run_data import RunData
 from nsa_train.watch.conditions import AlertLevel, HealthFinding
 from nsa_train.watch.status import ranks_of
+from nsa_train.watch.view.evaluation_tables import evaluation_section
 from nsa_train.watch.view.formatting import (
+    STATE_MARKS,
     UNKNOWN,
     accuracy_text,
     count,
@@ -25,17 +27,11 @@ from nsa_train.watch.view.formatting import (
     plain,
     share,
 )
+from nsa_train.watch.view.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa_train.watch.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause
-from nsa_train.watch.view.report.evaluation_tables import evaluation_section
-from nsa_train.watch.view.report.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
-from nsa_train.watch.view.report.run_charts import charts, gate_pictures
-from nsa_train.watch.view.report.timeline import timeline
-from nsa_train.watch.view.summary import RunSnapshot, RunSummary, summarize
+from nsa_train.watch.view.run_charts import charts, compared_charts, gate_pictures, timeline
+from nsa_train.watch.view.summary import RunSnapshot, RunSummary, differing_settings, figures, run_labels, summarize
 
-_SIGNS = {
-    "running": ("●", "good"), "starting": ("○", ""), "finished": ("✓", "good"), "halted": ("■", "warn"),
-    "stopped": ("■", "warn"), "failed": ("✗", "crit"), "gone": ("✗", "crit"), "hung": ("▲", "crit"),
-}  # fmt: skip
 _SWATCHES = {
     TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
     TimeCause.EVALUATION: "s-eval", TimeCause.CHECKPOINT: "s-save", TimeCause.START_UP: "s-start", TimeCause.STALL:
@@ -68,9 +64,29 @@ def render(snapshot: RunSnapshot) -> str:
     return page(f"{plain(run.name)} · nsa report", body)
 
 
+def render_comparison(runs: Sequence[RunData]) -> str:
+    """Page of several runs: summary, differing settings, curves on common axes."""
+    labels = run_labels(runs)
+    summary = table(("", *labels), [(name, *values) for name, values in figures([summarize(run) for run in runs])])
+    settings = '<p class="quiet">All settings are equal.</p>'
+    if differing := differing_settings(runs):
+        rows = [(plain(key), *map(value_text, values)) for key, values in differing]
+        settings = table(("setting", *labels), rows, codes=range(len(labels) + 1))
+    title = " · ".join(labels)
+    body = [
+        f"<header><h1>{len(runs)} runs</h1><p>{escape(title)}</p></header>",
+        section("Summary", "figures", f'<div class="even">{summary}</div>'),
+        section("Settings that differ", "settings", f'<div class="even">{settings}</div>'),
+        section("Curves", "curves", '<p class="quiet">Lines are means, bands show minimum to maximum; repeated '
+                "steps are left out. × not finite · ▲ above the axis.</p>", '<div class="charts">',
+                *map(chart_figure, compared_charts(runs, labels)), "</div>"),
+    ]  # fmt: skip
+    return page(f"{title} · nsa compare", body)
+
+
 def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
     run = snapshot.run
-    sign, style = _SIGNS.get(snapshot.state, ("?", ""))
+    sign, style = STATE_MARKS[snapshot.state]
     parts = (
         "curves",
         names.EVALUATIONS,

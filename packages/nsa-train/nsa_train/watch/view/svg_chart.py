@@ -1,6 +1,6 @@
-"""Line charts as SVG; `page.css` defines colours and dashes for light and dark mode.
+"""Line charts as SVG, whose colours and dashes `page.css` defines, and the shapes of stand-alone SVG pictures.
 
-Readable without colour: × is non-finite, ▲ above the axis, restarts are dashed verticals with a symbol.
+Charts are readable without colour: × is non-finite, ▲ above the axis, restarts are dashed verticals with a symbol.
 """
 
 import math
@@ -14,6 +14,12 @@ from nsa_train.watch.view.formatting import number, tick
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 540, 210, 48, 12, 16, 30
 MOST_POINTS = 400
+ACCENT, MUTED = "#d98032", "#888"
+"""Colours of stand-alone pictures, readable on light and dark pages."""
+_PICTURE_STYLE = (
+    "<style>text{font:13px sans-serif;fill:#888}.t{font:600 15px sans-serif}rect{shape-rendering:crispEdges}</style>"
+)
+_LETTER_WIDTH = 7.2  # about
 _HOVERS = 90
 _DOTS_UP_TO = 40
 
@@ -258,3 +264,37 @@ def _nearest(line_buckets: Sequence[ChartBucket], x: float) -> ChartBucket:
         else:
             high = middle
     return min((line_buckets[low], line_buckets[high]), key=lambda bucket: abs(bucket.x - x))
+
+
+def svg_picture(title: str, width: float, height: float, parts: Sequence[str]) -> str:
+    """A stand-alone SVG file."""
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{_PICTURE_STYLE}<title>{escape(title)}</title>'
+    return f"{head}{''.join(parts)}</svg>\n"
+
+
+def svg_box(x: float, y: float, width: float, height: float, colour: str, opacity: float) -> str:
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{colour}" fill-opacity="{opacity:.2f}"/>'
+
+
+def svg_label(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.0f}" y="{y:.0f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def svg_turned_label(x: float, y: float, words: str) -> str:
+    """A label that reads upwards, around its middle."""
+    return f'<text transform="translate({x:.0f} {y:.0f}) rotate(-90)" text-anchor="middle">{escape(words)}</text>'
+
+
+def svg_legend(left: float, bottom: float, entries: Sequence[tuple[str, str, float]]) -> list[str]:
+    """A line of samples: words, colour, opacity."""
+    parts, x = [], left
+    for words, colour, opacity in entries:
+        parts += [svg_box(x, bottom - 11, 14, 14, colour, opacity), svg_label(x + 20, bottom, words)]
+        x += 20 + legend_width([words])
+    return parts
+
+
+def legend_width(words: Sequence[str]) -> float:
+    return sum(28 + _LETTER_WIDTH * len(each) for each in words) + 20 * (len(words) - 1)

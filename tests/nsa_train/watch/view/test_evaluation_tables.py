@@ -3,8 +3,8 @@
 import re
 
 from nsa_train.record.evaluations import checked_results, read_evaluations
+from nsa_train.watch.view.evaluation_tables import evaluation_section, result_tables
 from nsa_train.watch.view.layer_chart import MASS_PARTS, layer_advice, layer_svg
-from nsa_train.watch.view.report.evaluation_tables import evaluation_section, result_tables
 from tests.nsa_train.record.test_evaluations import HELD_OUT, HOSTILE, add, cell, far
 
 COMPARED = dict(tokens=228, loss=2.78, against_loss=2.7, difference=0.08, difference_standard_error=0.01, same_top=0.93)

@@ -4,11 +4,11 @@ from typer.testing import CliRunner
 
 from nsa_train.cli.main import app
 from nsa_train.watch.run_reader import load
-from nsa_train.watch.view.summary import differing_settings, labels
+from nsa_train.watch.view.summary import differing_settings, run_labels
 from tests.nsa_train.record.beats import a_run
 from tests.nsa_train.record.written import CONFIG, write_run
-from tests.nsa_train.watch.view.monitor.test_frame import fresh, healthy
-from tests.nsa_train.watch.view.report.test_run_report import Page
+from tests.nsa_train.watch.view.test_monitor_frame import fresh, healthy
+from tests.nsa_train.watch.view.test_run_report import Page
 
 OTHER = {"train": {"steps": 1000, "lr": 1e-3, "out_dir": "elsewhere"}, "nsa": {"n_sel": 4, "l_sel": 64, "w": 512}}
 
@@ -26,7 +26,7 @@ def test_only_settings_that_differ_are_listed(tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     runs = [load(healthy(tmp_path / parent / "run")) for parent in ("x", "y")]
-    assert labels(runs) == ["A x/run", "B y/run"]
+    assert run_labels(runs) == ["A x/run", "B y/run"]
 
 
 def test_the_command_prints_figures_settings_and_curves(tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from nsa_train.watch.view.report.svg_chart import ChartLine, SvgChart
+from nsa_train.watch.view.svg_chart import ChartLine, SvgChart
 
 # Optional: without scripts the page only lacks the filter field, which is hidden then.
 _FILTER = """
@@ -21,7 +21,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    css = files("nsa_train.watch.view.report").joinpath("page.css").read_text(encoding="utf-8")
+    css = files("nsa_train.watch.view").joinpath("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'

@@ -10,9 +10,9 @@ from typing import Any
 from nsa_train.record.evaluations import ModelEvaluation
 from nsa_train.watch.view.downsample import ChartBucket
 from nsa_train.watch.view.formatting import UNKNOWN, number, plain, share
+from nsa_train.watch.view.html_page import chart_figure, table
 from nsa_train.watch.view.layer_chart import layer_advice, layer_svg, mass_parts
-from nsa_train.watch.view.report.html_page import chart_figure, table
-from nsa_train.watch.view.report.svg_chart import ChartLine, SvgChart
+from nsa_train.watch.view.svg_chart import ChartLine, SvgChart
 
 _MOST_LINES = 6
 _STYLES = tuple(f"c{place + 1}" for place in range(_MOST_LINES))
