@@ -146,6 +146,7 @@ from nsa_train.watch.view.run_report import render as report, render_comparison 
 from nsa_train.watch.run_reader import ClockReading, load
 from nsa_train.watch.view.summary import take_snapshot
 from nsa_train.watch.history import RunHistory
+from nsa_train.watch.conditions import HealthLimits
 from tools.docs.reference_pages import heartbeat_page
 
 run = Path("run")
@@ -158,7 +159,7 @@ assert [beat.open_files for beat in read_beats(run / names.heartbeat(0))] == lis
 assert "open_files" in TRAINING_COLUMNS and tracked_numbers(beat)["train/open_files"] == 1208
 history = RunHistory()
 history.add(beat, beat.ts)
-scraped = samples(history, ClockReading(beat.ts, beat.ts), set())
+scraped = samples(history, ClockReading(beat.ts, beat.ts), set(), HealthLimits())
 served = {{sample.metric.served_name: sample.value for sample in scraped}}
 assert "nsa_open_files" in served_names() and served["nsa_open_files"] == 1208
 row = "| `open_files` | whole number | files | Files that the process has open. |"
@@ -181,10 +182,8 @@ CONDITION = {
     "nsa_train/watch/conditions.py": (
         "CONDITIONS = _table(\n",
         "CONDITIONS = _table(\n"
-        "    HealthCondition(\n"
-        '        "lr_zero", _W, "learning rate of 0 for {gate_records} records", "check train.lr_schedule",\n'
-        '        AlertRule("lr", f"max {_BY_RUN} (nsa_learning_rate) == 0", _WARNING_FOR_S),\n'
-        "    ),\n",
+        '    HealthCondition("lr_zero", _W, "lr", "learning rate of 0 for {gate_records} records",\n'
+        '                    "check train.lr_schedule", alert_for_s=_WARNING_FOR_S),\n',
     ),
     "nsa_train/watch/health.py": (
         "        yield from _memory(log, limits)\n",
@@ -196,9 +195,8 @@ CONDITION = {
 USE_OF_THE_CONDITION = f"""
 sys.path.append({str(ROOT)!r})
 import yaml
-from nsa_train.watch.alert_rules import rule_file
 from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.watch.conditions import HealthLimits
+from nsa_train.watch.conditions import HealthLimits, alert_rules
 from nsa_train.watch.health import examine
 from nsa_train.watch.history import RunHistory
 from tools.docs.runbook_table import table
@@ -207,8 +205,8 @@ history = RunHistory()
 for step in range(1, 5):
     history.add(HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg="progress", loss=1.0, lr=0.0), float(step))
 assert [finding.name for finding in examine(history, now=5.0, limits=HealthLimits())] == ["lr_zero"]
-rules = {{rule["alert"]: rule for group in yaml.safe_load(rule_file())["groups"] for rule in group["rules"]}}
-assert rules["NSALrZero"]["expr"] == "max by (instance, job, run) (nsa_learning_rate) == 0"
+rules = {{rule["alert"]: rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]}}
+assert 'nsa_findings{{condition="lr_zero"}} > 0' in rules["NSALrZero"]["expr"] and rules["NSALrZero"]["for"] == "300s"
 assert rules["NSALrZero"]["annotations"]["summary"].endswith("learning rate of 0 for 3 records")
 assert any("`lr_zero`" in row and "check train.lr_schedule" in row for row in table().splitlines())
 """

@@ -1,6 +1,6 @@
 """Runs that go wrong, Debian's Prometheus and Alertmanager on loopback, the shipped rules and routes: who is told what.
 
-Rules run 20 times as fast as in production. All runs go at once, and are real.
+Limits are a twentieth of those in production. All runs go at once, and are real.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nsa_train.watch.conditions import HealthLimits
 from tests.nsa_train.train.runs import ROOT, environment, free_port
 from tests.ops.alert_drill_runs import RUNS
 from tests.ops.needs import programs
@@ -151,6 +152,8 @@ def drill(tmp_path_factory):
         )  # fmt: skip
         words = [sys.executable, "-m", "nsa_train.cli", "exporter", str(folder / "runs"), "--port", "0"]
         words += ["--file-sd", str(folder / "targets" / "here.json")]
+        for name in ("stall_s", "startup_s", "gone_s"):
+            words += ["--limit", f"{name}={getattr(HealthLimits, name) / SPEED}"]
         started.enter_context(running(*words, log=folder / "exporter.log", cwd=ROOT, env=environment()))
         for port in ports:
             wait_for(lambda port=port: answers(f"http://127.0.0.1:{port}/-/ready"), "Prometheus and Alertmanager")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nsa_train.config import docs as config_docs
-from nsa_train.watch.alert_rules import rule_file
+from nsa_train.watch.conditions import alert_rules
 from tools.docs import (
     draw_attention_map,
     draw_concepts,
@@ -48,7 +48,7 @@ PAGES: dict[str, Callable[[], str]] = {
     **reference_pages.PAGES,
     **draw_concepts.PICTURES,
     **plan_pages.PAGES,
-    "ops/prometheus/rules.yml": rule_file,
+    "ops/prometheus/rules.yml": alert_rules,
     "ops/grafana/nsa.json": _dashboard,
 }
 

@@ -8,6 +8,7 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa_train.cli.outputs import print_error, require_writable_file
+from nsa_train.cli.watch import LIMIT_OPTION
 
 
 def exporter(
@@ -19,6 +20,7 @@ def exporter(
     file_sd: Path = typer.Option(
         None, "--file-sd", help="Write the address to this file for Prometheus (file_sd_configs); removed at exit."
     ),
+    limit: list[str] = LIMIT_OPTION,
 ) -> None:
     """Serve metrics of runs to Prometheus at /metrics until stopped. Reads run folders only; runs need no setup.
 
@@ -29,7 +31,10 @@ def exporter(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
 
+    from nsa_train.watch.conditions import changed_limits
     from nsa_train.watch.exporter import MetricsExporter, is_loopback
+
+    limits = changed_limits(limit or [])
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -40,7 +45,7 @@ def exporter(
             f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
             f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
         )
-    serving = MetricsExporter(folders, host=host, port=port, file_sd=file_sd)
+    serving = MetricsExporter(folders, host=host, port=port, file_sd=file_sd, limits=limits)
     print(f"serving http://{serving.address}/metrics", flush=True)
     try:
         stop.wait()
@@ -49,12 +54,14 @@ def exporter(
 
 
 def alert_rules(
-    speed: float = typer.Option(1.0, min=1.0, help="Time factor for drills: one second stands for this many."),
+    speed: float = typer.Option(1.0, min=1.0, help="Time factor for drills: alerts must hold this many times shorter."),
+    limit: list[str] = LIMIT_OPTION,
 ) -> None:
-    """Print the Prometheus alert rules, one per health condition.
+    """Print the Prometheus alert rules, one per health condition that the exporter finds.
 
     **Example:** `nsa alert-rules > ops/prometheus/rules.yml`
     """
-    from nsa_train.watch.alert_rules import rule_file
+    from nsa_train.watch.conditions import alert_rules as rules
+    from nsa_train.watch.conditions import changed_limits
 
-    print(rule_file(speed), end="")
+    print(rules(changed_limits(limit or []), speed), end="")

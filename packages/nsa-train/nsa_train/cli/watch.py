@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 _RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
 _DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
-_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
+LIMIT_OPTION = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
 
 
 def watch(
@@ -30,7 +29,7 @@ def watch(
     halt: int = typer.Option(0, "--halt", min=0, max=1, help="1: write .HALT at a critical finding. 0: only log it."),
     interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between checks."),
     once: bool = typer.Option(False, "--once", help="Check once and exit; one check never halts a run for a stall."),
-    limit: list[str] = _LIMIT,
+    limit: list[str] = LIMIT_OPTION,
 ) -> None:
     """Watch a run until it finishes or halts; log each finding once, and when it is resolved.
 
@@ -40,17 +39,18 @@ def watch(
 
     **Example:** `nsa watch artifacts/run --halt 1 --interval 30`
     """
+    from nsa_train.watch.conditions import changed_limits
     from nsa_train.watch.status import RunPhase
     from nsa_train.watch.watchdog import Watchdog
     from nsa_train.watch.watchdog import watch as go
 
     folder = _folder(run, directory)
-    dog = Watchdog(folder, halt=bool(halt), limits=_limits(limit), emit=_emit)
+    dog = Watchdog(folder, halt=bool(halt), limits=changed_limits(limit or []), emit=_emit)
     try:
         if once:
             dog.begin()
             dog.check()
-            raise typer.Exit(_status(folder, _limits(limit)).exit_code)
+            raise typer.Exit(_status(folder, changed_limits(limit or [])).exit_code)
         ended = go(dog, interval_s=interval)
     finally:
         dog.close()
@@ -63,7 +63,7 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON record."),
     log: bool = typer.Option(False, "--log", help="Also append one line to health_check.log."),
     pids: bool = typer.Option(False, "--pids", help="Print only the process ids of the ranks on this host, for kill."),
-    limit: list[str] = _LIMIT,
+    limit: list[str] = LIMIT_OPTION,
 ) -> None:
     """Show progress and findings of a run.
 
@@ -77,7 +77,9 @@ def status(
     if pids:
         _print_pids(folder)
         return
-    state = _status(folder, _limits(limit))
+    from nsa_train.watch.conditions import changed_limits
+
+    state = _status(folder, changed_limits(limit or []))
     if as_json:
         print(json.dumps(state.as_dict(), default=str))
     else:
@@ -246,21 +248,6 @@ def _line(status: "RunStatus") -> str:
     loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
     wrong = "".join(f"; {describe_findings(same)}" for same in group_findings(status.findings))
     return f"{word} {status.phase} at step {status.step}{loss}{wrong}"
-
-
-def _limits(changes: list[str] | None) -> "HealthLimits":
-    from nsa_train.watch.conditions import HealthLimits
-
-    limits, known = HealthLimits(), HealthLimits.__dataclass_fields__
-    for change in changes or []:
-        name, _, value = change.partition("=")
-        try:
-            limits = replace(limits, **{name: type(getattr(limits, name))(value)})
-        except (AttributeError, ValueError):
-            raise ConfigError(
-                f"--limit {change} is not NAME=NUMBER with a known name. The names: {', '.join(known)}."
-            ) from None
-    return limits
 
 
 def _folder(run: Path | None, directory: Path | None) -> Path:

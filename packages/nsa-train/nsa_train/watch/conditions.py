@@ -1,12 +1,15 @@
-"""Table of health conditions (name, level, rule, advice, alert) and their limits.
+"""Table of health conditions (name, level, signal, rule, advice), their limits, and the Prometheus alerts on them.
 
-The watchdog, `nsa status`, the Prometheus alert rules and the runbook are all made from this table. A new condition is
-one entry here and the function of `health` that finds it.
+The watchdog, `nsa status`, the exporter, the alert rules and the runbook are all made from this table. A new condition
+is one entry here and the function of `health` that finds it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Any
+
+from nsa.errors import ConfigError
 
 
 class AlertLevel(StrEnum):
@@ -16,30 +19,17 @@ class AlertLevel(StrEnum):
 
 
 @dataclass(frozen=True)
-class AlertRule:
-    """The Prometheus alert of a condition, on the metrics of `nsa exporter`.
-
-    NaN is the only value that differs from itself. Metrics of a run that is done or was stopped are no longer exported,
-    so only the heartbeat rules need the state of a run.
-    """
-
-    signal: str
-    """Measured quantity: a critical alert inhibits the warnings of the same signal."""
-    expr: str = ""
-    """PromQL; names of `HealthLimits`, `speed`, `recent` and `baseline` in braces are filled in. Without one the alert
-    is on `nsa_findings` of the exporter: PromQL works on seconds, not on records, and knows no failure codes."""
-    for_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class HealthCondition:
     name: str
     level: AlertLevel
+    signal: str
+    """Measured quantity: a critical alert inhibits the warnings of the same signal."""
     rule: str
     """When the condition holds; names of `HealthLimits` in braces are filled in."""
     advice: str
     """The first action to take."""
-    alert: AlertRule
+    alert_for_s: float = 0.0
+    """How long it must hold before Prometheus alerts."""
     process_ended: bool = False
     """The process has already ended: there is nothing to halt, and a launcher may be restarting it."""
 
@@ -122,266 +112,146 @@ class HealthFinding:
         return self.condition.level
 
 
-def findings_expr(condition: str) -> str:
-    """Return the expression of an alert on what the exporter found."""
-    return f'nsa_findings{{{{condition="{condition}"}}}} > 0'
-
-
-_CRITICAL_FOR_S, _WARNING_FOR_S = 60.0, 300.0
-"""How long a value must exceed its limit for a critical alert, and for a warning: one record is noise."""
-
-_AGE = "time() - nsa_heartbeat_timestamp_seconds"
-_BY_RUN = "by (instance, job, run)"
-"""One alert per run where all ranks have the same value."""
-
-
-def _not_finite(condition: str, gauge: str, counter: str) -> str:
-    """Combine gauge and counter: a scrape may miss a value of the gauge, not a count; skipped steps are in neither."""
-    taken = f"{gauge} != {gauge} or abs({gauge}) == Inf or increase({counter}[{{recent}}]) > 0"
-    return f"count {_BY_RUN} ({taken}) or sum {_BY_RUN} ({findings_expr(condition)})"
-
-
-_USUAL_FORWARD = (
-    "((quantile by (instance, run) (0.5, nsa_forward_seconds) and count by (instance, run) (nsa_forward_seconds) > 2)"
-    " or min by (instance, run) (nsa_forward_seconds))"
-)
-"""Median of the ranks; for two ranks, where a median is the mean, the minimum."""
+def changed_limits(changes: Iterable[str]) -> HealthLimits:
+    """Return the default limits with changes written as NAME=VALUE."""
+    limits, known = HealthLimits(), HealthLimits.__dataclass_fields__
+    for change in changes:
+        name, _, value = change.partition("=")
+        try:
+            limits = replace(limits, **{name: type(getattr(limits, name))(value)})
+        except (AttributeError, ValueError):
+            raise ConfigError(
+                f"--limit {change} is not NAME=NUMBER with a known name. The names: {', '.join(known)}."
+            ) from None
+    return limits
 
 
 def _table(*conditions: HealthCondition) -> Mapping[str, HealthCondition]:
     return {condition.name: condition for condition in conditions}
 
 
+_CRITICAL_FOR_S, _WARNING_FOR_S = 60.0, 300.0
 _C, _W = AlertLevel.CRITICAL, AlertLevel.WARNING
 
 CONDITIONS = _table(
-    HealthCondition(
-        "heartbeat_stall",
-        _C,
-        "no heartbeat for {stall_s} s",
-        "read the stack dumps in the run folder; halt and resume",
-        AlertRule(
-            "heartbeat",
-            f"{_AGE} > nsa_heartbeat_limit_seconds / {{speed}} unless nsa_process_up == 0 "
-            "or nsa_missing_ranks > 0 and time() - nsa_start_timestamp_seconds > {startup_s}",
-        ),
-    ),
-    HealthCondition(
-        "process_gone",
-        _C,
-        "process gone for {gone_s} s without a final record",
-        "check the system log (out-of-memory killer, node failure); resume",
-        AlertRule("process", f"{_AGE} > {{gone_s}} and nsa_process_up == 0"),
-        process_ended=True,
-    ),
-    HealthCondition(
-        "run_failed",
-        _C,
-        "a process ended with an error",
-        "read the error; the runbook lists the exit codes",
-        AlertRule(
-            "run",
-            'nsa_run_state{{state="failed"}} == 1 '
-            'unless on (instance, run) nsa_findings{{condition=~"out_of_memory|loader_timeout"}} > 0',
-        ),
-        process_ended=True,
-    ),
-    HealthCondition(
-        "loss_nonfinite",
-        _C,
-        "NaN or infinite loss in a step that was not skipped",
-        "resume from a checkpoint before it; lower train.lr",
-        AlertRule("loss", _not_finite("loss_nonfinite", "nsa_loss_nats", "nsa_nonfinite_losses_total")),
-    ),
-    HealthCondition(
-        "grad_nonfinite",
-        _C,
-        "NaN or infinite gradient norm in a step that was not skipped",
-        "resume from a checkpoint before it; lower train.lr",
-        AlertRule("grad_norm", _not_finite("grad_nonfinite", "nsa_grad_norm", "nsa_nonfinite_grad_norms_total")),
-    ),
-    HealthCondition(
-        "loss_divergence",
-        _C,
-        "loss risen by {divergence} of its lowest mean over {divergence_records} records, beyond noise",
-        "resume from a checkpoint before the rise; lower train.lr",
-        AlertRule("loss"),
-    ),
-    HealthCondition(
-        "throughput_zero",
-        _C,
-        "heartbeats without a new step for {stall_s} s, or {gate_records} records of 0 tokens/s",
-        "read the stack dumps in the run folder",
-        AlertRule("throughput"),
-    ),
-    HealthCondition(
-        "gate_entropy_critical",
-        _C,
-        "gate entropy below {entropy_critical} nats",
-        "read gate_collapse_details.json; lower train.lr",
-        AlertRule("gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_critical}}", _CRITICAL_FOR_S),
-    ),
-    HealthCondition(
-        "gate_collapse_critical",
-        _C,
-        "more than {collapse_critical} of the gates collapsed",
-        "read gate_collapse_details.json; lower train.lr",
-        AlertRule("gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_critical}}", _CRITICAL_FOR_S),
-    ),
-    HealthCondition(
-        "loader_timeout",
-        _C,
-        "no data within the loader timeout: the source is slow, hangs or is unreachable",
-        "run nsa data smoke; check the data server and the network",
-        AlertRule("data"),
-        process_ended=True,
-    ),
-    HealthCondition(
-        "out_of_memory",
-        _C,
-        "a process ran out of memory",
-        "run nsa estimate; smaller train.batch_size or runtime.gradient_checkpointing",
-        AlertRule("memory"),
-        process_ended=True,
-    ),
-    HealthCondition(
-        "steps_skipped",
-        _W,
-        "the run skipped steps with a non-finite or spiking loss or gradient",
-        "read the reasons in events.jsonl",
-        AlertRule("skips", f"max {_BY_RUN} (increase(nsa_skipped_steps_total[{{recent}}])) > 0"),
-    ),
-    HealthCondition(
-        "loss_plateau",
-        _W,
-        "loss not falling over {plateau_steps} steps",
-        "check the learning-rate schedule, the data order and the held-out loss",
-        AlertRule("loss"),
-    ),
-    HealthCondition(
-        "loss_spike",
-        _W,
-        "loss {spike_sigma} sigma above its window, repeatedly",
-        "lower train.lr; check the data at those steps",
-        AlertRule("loss"),
-    ),
-    HealthCondition(
-        "throughput_drop",
-        _W,
-        "tokens/s down by more than {throughput_drop} for {throughput_drop_s} s",
-        "check GPU clocks and other processes (nvidia-smi)",
-        AlertRule(
-            "throughput",
-            f"min {_BY_RUN} (nsa_tokens_per_second and nsa_heartbeat_limit_seconds) < (1 - {{throughput_drop}}) * "
-            f"max {_BY_RUN} (max_over_time(nsa_tokens_per_second[{{baseline}}]))",
-            for_s=HealthLimits.throughput_drop_s,
-        ),
-    ),
-    HealthCondition(
-        "gate_entropy_low",
-        _W,
-        "gate entropy below {entropy_warning} nats",
-        "keep watching; raise nsa.gate_temperature",
-        AlertRule("gate_entropy", f"min {_BY_RUN} (nsa_gate_entropy_nats) < {{entropy_warning}}", _WARNING_FOR_S),
-    ),
-    HealthCondition(
-        "gate_collapse_high",
-        _W,
-        "more than {collapse_warning} of the gates collapsed",
-        "keep watching",
-        AlertRule("gate_collapse", f"max {_BY_RUN} (nsa_gate_collapse_ratio) > {{collapse_warning}}", _WARNING_FOR_S),
-    ),
-    HealthCondition(
-        "gate_max_high",
-        _W,
-        "largest gate {gate_max} or more on average",
-        "keep watching; raise nsa.gate_temperature",
-        AlertRule("gate_max", f"max {_BY_RUN} (nsa_gate_max_ratio) >= {{gate_max}}", _WARNING_FOR_S),
-    ),
-    HealthCondition(
-        "reads_differ",
-        _W,
-        "counted key reads differ from the prediction",
-        "run nsa doctor --prove; report a bug",
-        AlertRule("reads", "nsa_reads_counted != nsa_reads_predicted"),
-    ),
-    HealthCondition(
-        "data_slow",
-        _W,
-        "more than {fetch_s} s wait for data, {fetch_records} records in a row",
-        "check the data source; raise data.queue_depth",
-        AlertRule("data"),
-    ),
-    HealthCondition(
-        "memory_creep",
-        _W,
-        "memory grew by more than {creep} over the window",
-        "restart from a checkpoint; report a memory leak",
-        AlertRule("memory"),
-    ),
-    HealthCondition(
-        "grad_spikes",
-        _W,
-        "gradient norm {spike_sigma} sigma above its window, repeatedly",
-        "check train.grad_clip; lower train.lr",
-        AlertRule("grad_norm"),
-    ),
-    HealthCondition(
-        "straggler",
-        _W,
-        "forward time of one rank {straggler} times that of the others",
-        "check the clocks of that GPU and other jobs on its node",
-        AlertRule(
-            "forward",
-            f"nsa_forward_seconds / on (instance, run) group_left () {_USUAL_FORWARD} > {{straggler}} "
-            f"and nsa_forward_seconds - on (instance, run) group_left () {_USUAL_FORWARD} > 0.1 * nsa_step_seconds",
-            _WARNING_FOR_S,
-        ),
-    ),
-    HealthCondition(
-        "checkpoint_overdue",
-        _W,
-        "no checkpoint for {checkpoint_overdue} save intervals",
-        "check free disk space and events.jsonl",
-        AlertRule(
-            "checkpoint",
-            f"max {_BY_RUN} (nsa_step and nsa_heartbeat_limit_seconds) - nsa_last_checkpoint_step "
-            "> {checkpoint_overdue} * nsa_checkpoint_interval_steps",
-        ),
-    ),
-    HealthCondition(
-        "copy_failed",
-        _W,
-        "the newest checkpoint was not copied to train.checkpoint_store; training continues",
-        "read the error in events.jsonl; correct the credentials; copy it with nsa checkpoint push",
-        AlertRule("copy"),
-    ),
-    HealthCondition(
-        "nodes_missing",
-        _W,
-        "a launcher waits for other nodes; no rank has started",
-        "start nsa launch on the missing nodes, each with the same --rdzv-endpoint",
-        AlertRule("nodes"),
-    ),
-    HealthCondition(
-        "evaluation_failed",
-        _W,
-        "the newest evaluation failed; training continues",
-        "read the error in events.jsonl; check the held-out split",
-        AlertRule("evaluation"),
-    ),
-    HealthCondition(
-        "synthetic_data",
-        _W,
-        "training on synthetic data although a dataset is configured",
-        "fix the data source and restart",
-        AlertRule("dataset", f"max {_BY_RUN} (nsa_data_substituted) == 1"),
-    ),
-    HealthCondition(
-        "clock_skew",
-        _W,
-        "records more than {clock_skew_s} s ahead of this machine's clock",
-        "synchronize the clocks (NTP); until then ages come from file times",
-        AlertRule("clock"),
-    ),
-)
+    HealthCondition("heartbeat_stall", _C, "heartbeat", "no heartbeat for {stall_s} s",
+                    "read the stack dumps in the run folder; halt and resume"),
+    HealthCondition("process_gone", _C, "process", "process gone for {gone_s} s without a final record",
+                    "check the system log (out-of-memory killer, node failure); resume", process_ended=True),
+    HealthCondition("run_failed", _C, "run", "a process ended with an error",
+                    "read the error; the runbook lists the exit codes", process_ended=True),
+    HealthCondition("loss_nonfinite", _C, "loss", "NaN or infinite loss in a step that was not skipped",
+                    "resume from a checkpoint before it; lower train.lr"),
+    HealthCondition("grad_nonfinite", _C, "grad_norm", "NaN or infinite gradient norm in a step that was not skipped",
+                    "resume from a checkpoint before it; lower train.lr"),
+    HealthCondition("loss_divergence", _C, "loss",
+                    "loss risen by {divergence} of its lowest mean over {divergence_records} records, beyond noise",
+                    "resume from a checkpoint before the rise; lower train.lr"),
+    HealthCondition("throughput_zero", _C, "throughput",
+                    "heartbeats without a new step for {stall_s} s, or {gate_records} records of 0 tokens/s",
+                    "read the stack dumps in the run folder"),
+    HealthCondition("gate_entropy_critical", _C, "gate_entropy", "gate entropy below {entropy_critical} nats",
+                    "read gate_collapse_details.json; lower train.lr", alert_for_s=_CRITICAL_FOR_S),
+    HealthCondition("gate_collapse_critical", _C, "gate_collapse",
+                    "more than {collapse_critical} of the gates collapsed",
+                    "read gate_collapse_details.json; lower train.lr", alert_for_s=_CRITICAL_FOR_S),
+    HealthCondition("loader_timeout", _C, "data",
+                    "no data within the loader timeout: the source is slow, hangs or is unreachable",
+                    "run nsa data smoke; check the data server and the network", process_ended=True),
+    HealthCondition("out_of_memory", _C, "memory", "a process ran out of memory",
+                    "run nsa estimate; smaller train.batch_size or runtime.gradient_checkpointing", process_ended=True),
+    HealthCondition("steps_skipped", _W, "skips", "the run skipped steps with a non-finite or spiking loss or gradient",
+                    "read the reasons in events.jsonl"),
+    HealthCondition("loss_plateau", _W, "loss", "loss not falling over {plateau_steps} steps",
+                    "check the learning-rate schedule, the data order and the held-out loss"),
+    HealthCondition("loss_spike", _W, "loss", "loss {spike_sigma} sigma above its window, repeatedly",
+                    "lower train.lr; check the data at those steps"),
+    HealthCondition("throughput_drop", _W, "throughput",
+                    "tokens/s down by more than {throughput_drop} for {throughput_drop_s} s",
+                    "check GPU clocks and other processes (nvidia-smi)"),
+    HealthCondition("gate_entropy_low", _W, "gate_entropy", "gate entropy below {entropy_warning} nats",
+                    "keep watching; raise nsa.gate_temperature", alert_for_s=_WARNING_FOR_S),
+    HealthCondition("gate_collapse_high", _W, "gate_collapse", "more than {collapse_warning} of the gates collapsed",
+                    "keep watching", alert_for_s=_WARNING_FOR_S),
+    HealthCondition("gate_max_high", _W, "gate_max", "largest gate {gate_max} or more on average",
+                    "keep watching; raise nsa.gate_temperature", alert_for_s=_WARNING_FOR_S),
+    HealthCondition("reads_differ", _W, "reads", "counted key reads differ from the prediction",
+                    "run nsa doctor --prove; report a bug"),
+    HealthCondition("data_slow", _W, "data", "more than {fetch_s} s wait for data, {fetch_records} records in a row",
+                    "check the data source; raise data.queue_depth"),
+    HealthCondition("memory_creep", _W, "memory", "memory grew by more than {creep} over the window",
+                    "restart from a checkpoint; report a memory leak"),
+    HealthCondition("grad_spikes", _W, "grad_norm", "gradient norm {spike_sigma} sigma above its window, repeatedly",
+                    "check train.grad_clip; lower train.lr"),
+    HealthCondition("straggler", _W, "forward", "forward time of one rank {straggler} times that of the others",
+                    "check the clocks of that GPU and other jobs on its node", alert_for_s=_WARNING_FOR_S),
+    HealthCondition("checkpoint_overdue", _W, "checkpoint", "no checkpoint for {checkpoint_overdue} save intervals",
+                    "check free disk space and events.jsonl"),
+    HealthCondition("copy_failed", _W, "copy",
+                    "the newest checkpoint was not copied to train.checkpoint_store; training continues",
+                    "read the error in events.jsonl; correct the credentials; copy it with nsa checkpoint push"),
+    HealthCondition("nodes_missing", _W, "nodes", "a launcher waits for other nodes; no rank has started",
+                    "start nsa launch on the missing nodes, each with the same --rdzv-endpoint"),
+    HealthCondition("evaluation_failed", _W, "evaluation", "the newest evaluation failed; training continues",
+                    "read the error in events.jsonl; check the held-out split"),
+    HealthCondition("synthetic_data", _W, "dataset", "training on synthetic data although a dataset is configured",
+                    "fix the data source and restart"),
+    HealthCondition("clock_skew", _W, "clock", "records more than {clock_skew_s} s ahead of this machine's clock",
+                    "synchronize the clocks (NTP); until then ages come from file times"),
+)  # fmt: skip
+
+REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
+EXPORTER_DOWN = "exporter_down"
+"""Alert that is no condition of a run: its exporter does not respond."""
+_EXPORTER_DOWN_S = 120.0
+_RANK = "{{ if $labels.rank }} rank {{ $labels.rank }}{{ end }}"
+
+
+def alert_name(condition: str) -> str:
+    return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
+
+
+def alert_rules(limits: HealthLimits = HealthLimits(), speed: float = 1.0) -> str:
+    """The YAML text of the Prometheus rules: an alert on each condition that an exporter with these limits finds.
+
+    Every alert must hold `speed` times shorter than usual, for drills.
+    """
+    import yaml
+
+    numbers = {name: f"{value:g}" for name, value in asdict(limits).items()}
+    groups: dict[AlertLevel, list[dict[str, Any]]] = {AlertLevel.CRITICAL: [], AlertLevel.WARNING: []}
+    for condition in CONDITIONS.values():
+        selector = f'{{condition="{condition.name}"}} > 0'
+        groups[condition.level].append(
+            _alert(
+                condition,
+                f"nsa_rank_findings{selector} or on (instance, job, run) nsa_findings{selector}",
+                f"run {{{{ $labels.run }}}}{_RANK}: {condition.rule.format(**numbers)}",
+                speed,
+            )
+        )
+    exporter = HealthCondition(
+        EXPORTER_DOWN, AlertLevel.CRITICAL, "exporter", "", "restart nsa exporter; until then use nsa status RUN",
+        alert_for_s=_EXPORTER_DOWN_S,
+    )  # fmt: skip
+    summary = "exporter {{ $labels.instance }} does not respond: its runs are not monitored"
+    groups[AlertLevel.CRITICAL].append(_alert(exporter, 'up{job="nsa"} == 0', summary, speed))
+    rules = {"groups": [{"name": f"nsa-{level.value}", "rules": rules} for level, rules in groups.items()]}
+    note = f"# Written by `{REFRESH}`. Edit its source, nsa_train/watch/conditions.py, instead.\n"
+    return note + yaml.safe_dump(rules, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _alert(condition: HealthCondition, expr: str, summary: str, speed: float) -> dict[str, Any]:
+    for_s = condition.alert_for_s
+    return {
+        "alert": alert_name(condition.name),
+        "expr": expr,
+        **({"for": f"{max(1, round(for_s / speed))}s"} if for_s else {}),
+        "labels": {"severity": condition.level.value, "condition": condition.name, "signal": condition.signal},
+        "annotations": {
+            "summary": summary,
+            "value": "{{ $value | humanize }}",
+            "advice": condition.advice,
+            "runbook_url": f"docs/RUNBOOK.md#{condition.name}",
+        },
+    }

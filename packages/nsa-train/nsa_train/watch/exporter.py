@@ -25,6 +25,7 @@ from nsa.errors import ConfigError
 from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.terminal_text import printable
+from nsa_train.watch.conditions import HealthLimits
 from nsa_train.watch.run_metrics import MetricSample, run_info, samples
 from nsa_train.watch.run_reader import RunReader
 
@@ -41,7 +42,8 @@ _WAITING_SCRAPES = 128
 class RunsCollector(Collector):
     """Run folders, and folders that contain run folders; new runs are found at each scrape."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
+    def __init__(self, folders: Sequence[Path], limits: HealthLimits | None = None) -> None:
+        self._limits = limits or HealthLimits()
         self._folders = [folder.resolve() for folder in folders]
         self._readers: dict[Path, RunReader] = {}
         self._lock = threading.Lock()  # the server handles requests in threads
@@ -66,8 +68,9 @@ class RunsCollector(Collector):
         reader = self._readers[path]
         with suppress(OSError):
             reader.update()
+        local = {log.rank for log in reader.local()}
         info = [run_info(reader.env)] if reader.env else []
-        return [*samples(reader.history, reader.now, {log.rank for log in reader.local()}), *info]
+        return [*samples(reader.history, reader.now, local, self._limits), *info]
 
 
 def run_names(paths: Iterable[Path]) -> dict[Path, str]:
@@ -102,8 +105,16 @@ class SharedScrapes:
 
 
 class MetricsExporter:
-    def __init__(self, folders: Sequence[Path], *, host: str, port: int, file_sd: Path | None = None) -> None:
-        self._collector = RunsCollector(folders)
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        host: str,
+        port: int,
+        file_sd: Path | None = None,
+        limits: HealthLimits | None = None,
+    ) -> None:
+        self._collector = RunsCollector(folders, limits)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._collector)
         try:

@@ -100,6 +100,7 @@ _LIMIT = MetricDefinition(
 _MISSING = MetricDefinition("nsa_missing_ranks", "Ranks without a heartbeat since the run was started.")
 _START_TS = MetricDefinition("nsa_start_timestamp_seconds", "Time of the last start or restart of the run.")
 _FINDING = MetricDefinition("nsa_findings", "Findings per health condition: affected ranks, or 1 for the run.")
+_RANK_FINDING = MetricDefinition("nsa_rank_findings", "1 for each health condition that holds for a rank.")
 _TARGET = MetricDefinition("nsa_steps_target", "train.steps.")
 _UNREADABLE = MetricDefinition("nsa_unreadable_records", "Records of the run folder that could not be fully read.")
 
@@ -110,17 +111,21 @@ def served_names() -> set[str]:
     return {metric.served_name for metric in metrics} | {gauge.name for gauge in GAUGES.values()}
 
 
-def samples(history: RunHistory, now: ClockReading, local: set[int]) -> Iterator[MetricSample]:
+def samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[MetricSample]:
     """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
-        for metric, labels, value in _of_rank(history, log, now, rank in local):
+        for metric, labels, value in _of_rank(history, log, now, rank in local, limits):
             yield MetricSample(metric, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
     ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
-    findings = [] if ended else examine(history, now=now.steady, limits=HealthLimits())
-    held = Counter(finding.name for finding in findings)
+    findings = [] if ended else examine(history, now=now.steady, limits=limits)
+    counts = Counter(finding.name for finding in findings)
     for name, condition in CONDITIONS.items():
-        yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, held[name])
+        yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, counts[name])
+    for finding in findings:
+        if finding.rank is not None:
+            labels = {"condition": finding.name, "severity": finding.level.value, "rank": str(finding.rank)}
+            yield MetricSample(_RANK_FINDING, labels, 1.0)
 
 
 def run_info(env: Mapping[str, Any]) -> MetricSample:
@@ -164,7 +169,9 @@ def _of_run(history: RunHistory, now: ClockReading) -> Iterator[MetricSample]:
     yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
 
 
-def _of_rank(history: RunHistory, log: RankLog, now: ClockReading, local: bool) -> Iterator[MetricSample]:
+def _of_rank(
+    history: RunHistory, log: RankLog, now: ClockReading, local: bool, limits: HealthLimits
+) -> Iterator[MetricSample]:
     rank, state = log.rank, _state_of(log)
     yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
     yield MetricSample(_STEP, {}, log.last.step)
@@ -175,7 +182,7 @@ def _of_rank(history: RunHistory, log: RankLog, now: ClockReading, local: bool) 
     yield MetricSample(_BAD_LOSS, {}, history.bad_losses[rank])
     yield MetricSample(_BAD_NORM, {}, history.bad_norms[rank])
     if not log.ended:
-        yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, HealthLimits()))
+        yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, limits))
         if local:
             yield MetricSample(_UP, {}, float(rank not in history.gone))
     if state not in _ENDED_REGULARLY:
