@@ -137,7 +137,7 @@ sys.path.append({str(ROOT)!r})
 import runpy
 from pathlib import Path
 from nsa_train import names
-from nsa_train.watch.run_metrics import samples, served_names
+from nsa_train.watch.run_metrics import HELP, samples
 from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from nsa_train.record.record_files import JsonLines
 from nsa_train.record.metric_writers import TRAINING_COLUMNS, tracked_numbers
@@ -160,8 +160,8 @@ assert "open_files" in TRAINING_COLUMNS and tracked_numbers(beat)["train/open_fi
 history = RunHistory()
 history.add(beat, beat.ts)
 scraped = samples(history, ClockReading(beat.ts, beat.ts), set(), HealthLimits())
-served = {{sample.metric.served_name: sample.value for sample in scraped}}
-assert "nsa_open_files" in served_names() and served["nsa_open_files"] == 1208
+served = {{sample.name: sample.value for sample in scraped}}
+assert "nsa_open_files" in HELP and served["nsa_open_files"] == 1208
 row = "| `open_files` | whole number | files | Files that the process has open. |"
 assert row in heartbeat_page().splitlines()
 assert any("open files 1,208" in line.plain for line in frame(take_snapshot(run), 120, 60))

@@ -21,7 +21,6 @@ from nsa_train.cli import (
     doctor,
     estimate,
     eval,
-    exporter,
     generate,
     gpu_check,
     init,
@@ -75,8 +74,8 @@ app.command()(convert.convert)
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
-app.command()(exporter.exporter)
-app.command()(exporter.alert_rules)
+app.command()(watch.exporter)
+app.command()(watch.alert_rules)
 app.command()(watch.watch)
 app.command()(watch.status)
 app.command()(watch.halt)

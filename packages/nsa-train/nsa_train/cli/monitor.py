@@ -3,7 +3,7 @@
 import select
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,10 +99,10 @@ class _MonitorScreen:
 
 
 @contextmanager
-def _keys() -> Iterator["_PressedKeys"]:
-    """Unbuffered keyboard input (cbreak mode) while active."""
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Unbuffered keyboard input (cbreak mode) while active: a function that waits and returns whether to quit."""
     if not sys.stdin.isatty():
-        yield _PressedKeys(None)
+        yield _never_pressed
         return
     import termios
     import tty
@@ -111,27 +111,23 @@ def _keys() -> Iterator["_PressedKeys"]:
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield _PressedKeys(descriptor)
+        yield _quit_pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-class _PressedKeys:
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
+def _never_pressed(wait_s: float) -> bool:
+    time.sleep(wait_s)
+    return False
 
-    def __call__(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for a key that quits; returns whether one was pressed."""
-        if self._descriptor is None:
-            time.sleep(wait_s)
-            return False
-        end = time.monotonic() + wait_s
-        try:
-            while (left := end - time.monotonic()) > 0:
-                if select.select([self._descriptor], [], [], left)[0]:
-                    key = sys.stdin.read(1)
-                    if key in ("q", "Q", "\x03", "\x04", ""):
-                        return True
-        except KeyboardInterrupt:
-            return True
-        return False
+
+def _quit_pressed(wait_s: float) -> bool:
+    """Wait up to this long for a key that quits."""
+    end = time.monotonic() + wait_s
+    try:
+        while (left := end - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], left)[0] and sys.stdin.read(1) in ("q", "Q", "\x03", "\x04", ""):
+                return True
+    except KeyboardInterrupt:
+        return True
+    return False

@@ -1,9 +1,12 @@
-"""`nsa watch`, `nsa status`, `nsa halt`, `nsa smoke`: commands to watch, inspect and halt a run."""
+"""Commands that watch runs: `nsa watch`, `status`, `halt`, `smoke`; for Prometheus `nsa exporter`, `alert-rules`."""
 
 import json
 import os
+import signal
 import socket
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +14,7 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train import names
-from nsa_train.cli.outputs import print_line
+from nsa_train.cli.outputs import print_error, print_line, require_writable_file
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 _RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
 _DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
-LIMIT_OPTION = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
+_LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
 
 
 def watch(
@@ -29,7 +32,7 @@ def watch(
     halt: int = typer.Option(0, "--halt", min=0, max=1, help="1: write .HALT at a critical finding. 0: only log it."),
     interval: float = typer.Option(30.0, "--interval", min=0.1, help="Seconds between checks."),
     once: bool = typer.Option(False, "--once", help="Check once and exit; one check never halts a run for a stall."),
-    limit: list[str] = LIMIT_OPTION,
+    limit: list[str] = _LIMIT,
 ) -> None:
     """Watch a run until it finishes or halts; log each finding once, and when it is resolved.
 
@@ -63,7 +66,7 @@ def status(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON record."),
     log: bool = typer.Option(False, "--log", help="Also append one line to health_check.log."),
     pids: bool = typer.Option(False, "--pids", help="Print only the process ids of the ranks on this host, for kill."),
-    limit: list[str] = LIMIT_OPTION,
+    limit: list[str] = _LIMIT,
 ) -> None:
     """Show progress and findings of a run.
 
@@ -131,15 +134,67 @@ def smoke(
     if run is None and (csv is None or heartbeat is None):
         raise ConfigError("nsa smoke needs a run folder, or both --csv and --heartbeat: it compares the two.")
     folder = _folder(run, None) if run is not None else None
-    beats = heartbeat or _inside(folder, names.heartbeat(0))
-    checks = list(
-        smoke_checks(
-            training_csv=csv or _inside(folder, names.TRAINING_CSV), heartbeat=beats, min_steps=min_steps, folder=folder
-        )
-    )
+    rows, beats = csv or run / names.TRAINING_CSV, heartbeat or run / names.heartbeat(0)
+    checks = list(smoke_checks(training_csv=rows, heartbeat=beats, min_steps=min_steps, folder=folder))
     for check in checks:
         print_line(f"{'ok    ' if check.passed else 'FAILED'}  {check.name:16}  {check.text}")
     raise typer.Exit(0 if all(check.passed for check in checks) else 1)
+
+
+def exporter(
+    folders: list[Path] = typer.Argument(..., metavar="DIR", help="Run folders, or folders that contain run folders."),
+    port: int = typer.Option(9400, min=0, max=65535, help="Port to listen on; 0 chooses a free one."),
+    host: str = typer.Option(
+        "127.0.0.1", help="Address to listen on; other than loopback, the network can read the metrics."
+    ),
+    file_sd: Path = typer.Option(
+        None, "--file-sd", help="Write the address to this file for Prometheus (file_sd_configs); removed at exit."
+    ),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Serve metrics of runs to Prometheus at /metrics until stopped. Reads run folders only; runs need no setup.
+
+    **Example:** `nsa exporter artifacts --file-sd ops/prometheus/targets/here.json`
+    """
+    require_writable_file(file_sd)
+    for folder in folders:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
+
+    from nsa_train.watch.conditions import changed_limits
+    from nsa_train.watch.exporter import MetricsExporter, is_loopback
+
+    limits = changed_limits(limit or [])
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if not is_loopback(host):
+        print_error(
+            f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can read run "
+            f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
+            f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
+        )
+    serving = MetricsExporter(folders, host=host, port=port, file_sd=file_sd, limits=limits)
+    print(f"serving http://{serving.address}/metrics", flush=True)
+    try:
+        stop.wait()
+    finally:
+        serving.close()
+
+
+def alert_rules(
+    speed: float = typer.Option(1.0, min=1.0, help="Time factor for drills: alerts must hold this many times shorter."),
+    limit: list[str] = _LIMIT,
+) -> None:
+    """Print the Prometheus alert rules, one per health condition that the exporter finds.
+
+    **Example:** `nsa alert-rules > ops/prometheus/rules.yml`
+    """
+    from nsa_train.watch.conditions import alert_rules as rules
+    from nsa_train.watch.conditions import changed_limits
+
+    print(rules(changed_limits(limit or []), speed), end="")
 
 
 def _wait_for_end(folder: Path, timeout_s: float) -> None:
@@ -172,24 +227,18 @@ def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
     from nsa_train.watch.run_reader import RunReader
     from nsa_train.watch.status import status_of
 
-    reader = RunReader(folder)
-    try:
+    with closing(RunReader(folder)) as reader:
         history = reader.update()
         findings = examine(history, now=reader.now.steady, limits=limits)
         return status_of(folder, history, findings, now=reader.now.steady, wall=reader.now.wall)
-    finally:
-        reader.close()
 
 
 def _print_pids(folder: Path) -> None:
     from nsa_train.watch.run_reader import RunReader
 
-    reader = RunReader(folder)
-    try:
+    with closing(RunReader(folder)) as reader:
         reader.update()
         pids = reader.processes()
-    finally:
-        reader.close()
     if not pids:
         typer.echo(f"no rank of {folder} runs on this host", err=True)
         raise typer.Exit(1)
@@ -257,11 +306,6 @@ def _folder(run: Path | None, directory: Path | None) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
     return folder
-
-
-def _inside(folder: Path | None, name: str) -> Path:
-    assert folder is not None
-    return folder / name
 
 
 def _emit(line: str) -> None:

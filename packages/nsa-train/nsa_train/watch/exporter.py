@@ -26,7 +26,7 @@ from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.terminal_text import printable
 from nsa_train.watch.conditions import HealthLimits
-from nsa_train.watch.run_metrics import MetricSample, run_info, samples
+from nsa_train.watch.run_metrics import HELP, MetricSample, run_info, samples
 from nsa_train.watch.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -166,11 +166,11 @@ def _register(path: Path, address: str) -> None:
 def _families(scraped: Iterable[tuple[str, MetricSample]]) -> Iterator[_Family]:
     """Groups samples by metric, as the exposition format requires."""
     families: dict[tuple[str, tuple[str, ...]], _Family] = {}
-    for run, (metric, labels, value) in scraped:
+    for run, (name, labels, value) in scraped:
         label_names = ("run", *labels)
-        family = families.get((metric.name, label_names))
+        family = families.get((name, label_names))
         if family is None:
-            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = families[metric.name, label_names] = make(metric.name, metric.help, labels=label_names)
+            make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = families[name, label_names] = make(name, HELP[name], labels=label_names)
         family.add_metric([run, *labels.values()], value)
     yield from families.values()

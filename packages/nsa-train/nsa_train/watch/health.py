@@ -27,7 +27,11 @@ _MEMORY_FIELDS = ("host_mem_rss", "gpu_mem_alloc", "gpu_mem_reserved")
 
 def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[HealthFinding]:
     """All findings, critical first. `now` is on the same monotonic clock as the history."""
-    findings = list(_of_ranks(history, now, limits))
+    findings = [
+        _finding(name, log, log.last.step, message)
+        for log in history.present.values()
+        for name, message in _of_rank(log, history, now, limits)
+    ]
     findings += _failure(history) or _missing_ranks(history, now, limits)
     findings += _waiting(history)
     if history.first is not None:
@@ -52,19 +56,13 @@ def _finding(name: str, log: RankLog | None, step: int, message: str) -> HealthF
     return HealthFinding(CONDITIONS[name], None if log is None else log.rank, step, message)
 
 
-def _of_ranks(history: RunHistory, now: float, limits: HealthLimits) -> Iterator[HealthFinding]:
-    for log in history.present.values():
-        for name, message in _of_rank(log, history, now, limits):
-            yield _finding(name, log, log.last.step, message)
-
-
 def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
-    yield from _ending(log)
+    if log.last.msg == names.FAILED:
+        code = recorded_code(log.last.failure_code, log.last.detail or "")
+        yield _CONDITION_OF_FAILURE.get(code, "run_failed"), log.last.detail or "no detail"
     if log.ahead_s > limits.clock_skew_s:
-        yield (
-            "clock_skew",
-            f"the newest heartbeat is {log.ahead_s:,.0f} s ahead of the local clock, limit {limits.clock_skew_s:g} s",
-        )
+        ahead = f"the newest heartbeat is {log.ahead_s:,.0f} s ahead of the local clock"
+        yield "clock_skew", f"{ahead}, limit {limits.clock_skew_s:g} s"
     if not log.ended:
         yield from _silence(log, history, now, limits)
     if log.progress:
@@ -72,24 +70,12 @@ def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits
         yield from _data(log, limits)
 
 
-def _ending(log: RankLog) -> Iterator[tuple[str, str]]:
-    if log.last.msg != names.FAILED:
-        return
-    yield _failure_condition(log.last.failure_code, log.last.detail), log.last.detail or "no detail"
-
-
-def _failure_condition(code: str | None, message: str | None) -> str:
-    return _CONDITION_OF_FAILURE.get(recorded_code(code, message or ""), "run_failed")
-
-
 def _silence(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     age, limit = now - log.last_at, stall_limit_s(log, history, limits)
     if log.rank in history.gone:
         if age > limits.gone_s:
-            yield (
-                "process_gone",
-                f"process {log.last.pid} is gone, last heartbeat {age:.0f} s ago, limit {limits.gone_s:g} s",
-            )
+            gone = f"process {log.last.pid} is gone"
+            yield "process_gone", f"{gone}, last heartbeat {age:.0f} s ago, limit {limits.gone_s:g} s"
         return  # until then a launcher may be restarting it
     if age > limit:
         yield "heartbeat_stall", f"last heartbeat {age:.0f} s ago at step {log.last.step}, limit {limit:.0f} s"
@@ -136,21 +122,16 @@ def _memory(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         grown = creep(values, limits.creep_mib)
         if grown is not None and grown > limits.creep:
             minutes = sum(span.seconds for span in log.spans) / 60
-            yield (
-                "memory_creep",
-                f"{field} grew by {grown:.0%} to {values[-1]:,.0f} MiB in {minutes:.0f} min, limit {limits.creep:.0%}",
-            )
+            growth = f"{field} grew by {grown:.0%} to {values[-1]:,.0f} MiB in {minutes:.0f} min"
+            yield "memory_creep", f"{growth}, limit {limits.creep:.0%}"
             return
 
 
 def _data(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     slow = _streak(log.progress, lambda beat: (beat.dt_fetch_s or 0.0) > limits.fetch_s)
     if slow >= limits.fetch_records:
-        yield (
-            "data_slow",
-            f"waited {log.progress[-1].dt_fetch_s:.1f} s for a batch; more than {limits.fetch_s:g} s in each of the "
-            f"last {slow} records",
-        )
+        wait = f"waited {log.progress[-1].dt_fetch_s:.1f} s for a batch"
+        yield "data_slow", f"{wait}; more than {limits.fetch_s:g} s in each of the last {slow} records"
     last = log.progress[-1]
     if last.reads_pred is not None and last.reads_act_total is not None and last.reads_pred != last.reads_act_total:
         yield "reads_differ", f"{last.reads_act_total} keys read, {last.reads_pred} predicted, at step {last.step}"
@@ -161,27 +142,17 @@ def _gates(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
         values = [getattr(beat, field) for beat in log.progress][-limits.gate_records :]
         return values if len(values) == limits.gate_records and None not in values else []
 
-    if entropy := lately("gate_entropy_mean"):
-        worst = max(entropy)
-        for name, limit in (
-            ("gate_entropy_critical", limits.entropy_critical),
-            ("gate_entropy_low", limits.entropy_warning),
-        ):
-            if worst < limit:
-                yield name, f"gate entropy {entropy[-1]:.3f} nats, limit {limit:g}, over {len(entropy)} records"
-                break
-    if collapsed := lately("gate_collapse_frac"):
-        least = min(collapsed)
-        for name, limit in (
-            ("gate_collapse_critical", limits.collapse_critical),
-            ("gate_collapse_high", limits.collapse_warning),
-        ):
-            if least > limit:
-                yield (
-                    name,
-                    f"{collapsed[-1]:.1%} of the gates collapsed, limit {limit:.0%}, over {len(collapsed)} records",
-                )
-                break
+    if (entropy := lately("gate_entropy_mean")) and max(entropy) < limits.entropy_warning:
+        name, limit = "gate_entropy_low", limits.entropy_warning
+        if max(entropy) < limits.entropy_critical:
+            name, limit = "gate_entropy_critical", limits.entropy_critical
+        yield name, f"gate entropy {entropy[-1]:.3f} nats, limit {limit:g}, over {len(entropy)} records"
+    if (collapsed := lately("gate_collapse_frac")) and min(collapsed) > limits.collapse_warning:
+        name, limit = "gate_collapse_high", limits.collapse_warning
+        if min(collapsed) > limits.collapse_critical:
+            name, limit = "gate_collapse_critical", limits.collapse_critical
+        share = f"{collapsed[-1]:.1%} of the gates collapsed"
+        yield name, f"{share}, limit {limit:.0%}, over {len(collapsed)} records"
     if (largest := lately("gate_max_mean")) and min(largest) >= limits.gate_max:
         yield "gate_max_high", f"largest gate {largest[-1]:.3f} on average, limit {limits.gate_max:g}"
 
@@ -191,9 +162,8 @@ def _failure(history: RunHistory) -> list[HealthFinding]:
     failure = history.failure
     if failure is None or any(log.last.msg == names.FAILED for log in history.present.values()):
         return []
-    details = failure.details
-    condition = _CONDITION_OF_FAILURE.get(details.get("failure_code", ""), "run_failed")
-    message = details.get("error") or details.get("why") or "no reason given"
+    condition = _CONDITION_OF_FAILURE.get(failure.details.get("failure_code", ""), "run_failed")
+    message = failure.details.get("error") or failure.details.get("why") or "no reason given"
     return [_finding(condition, None, failure.step, str(message))]
 
 
@@ -237,11 +207,8 @@ def _skips(log: RankLog, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     since = log.progress[-limits.window].step if len(log.progress) >= limits.window else -1
     recent = [beat for beat in log.skipped if beat.step >= since]
     if recent:
-        steps = f"{len(recent)} step{'s' * (len(recent) > 1)}"
-        yield (
-            "steps_skipped",
-            f"{steps} skipped, the last at step {recent[-1].step}: {recent[-1].detail or 'no reason given'}",
-        )
+        last = f"the last at step {recent[-1].step}: {recent[-1].detail or 'no reason given'}"
+        yield "steps_skipped", f"{len(recent)} step{'s' * (len(recent) > 1)} skipped, {last}"
 
 
 def _losses(log: RankLog, facts: RunFacts, limits: HealthLimits) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ contain a secret and never becomes a label.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from nsa_train import names
 from nsa_train.record.events import EventKind
@@ -21,28 +21,10 @@ from nsa_train.watch.run_reader import ClockReading
 _LONGEST_LABEL = 80
 
 
-class MetricDefinition(NamedTuple):
-    name: str
-    help: str
-    kind: Literal["gauge", "counter"] = "gauge"
-
-    @property
-    def served_name(self) -> str:
-        return f"{self.name}_total" if self.kind == "counter" else self.name
-
-
 class MetricSample(NamedTuple):
-    metric: MetricDefinition
+    name: str
     labels: Mapping[str, str]
     value: float
-
-
-_SKIPPED = MetricDefinition(
-    "nsa_skipped_steps", "Steps whose optimizer did not run, the non-finite ones included.", "counter"
-)
-_NONFINITE = MetricDefinition(
-    "nsa_nonfinite_steps", "Steps with a loss or gradient norm that is not finite.", "counter"
-)
 
 
 GAUGES: Mapping[str, PrometheusGauge] = {
@@ -62,70 +44,56 @@ _STATE_OF_ENDING = {
 _ENDED_REGULARLY = ("stopped", "done")
 """Regular ends: the last values of such a run are not exported."""
 
-_STATE = MetricDefinition("nsa_run_state", "1 for the current state of a rank.")
-_STEP = MetricDefinition("nsa_step", "Last step recorded by a rank.")
-_BEAT_TS = MetricDefinition("nsa_heartbeat_timestamp_seconds", "Time of the last record of a rank.")
-_STEP_TS = MetricDefinition("nsa_step_timestamp_seconds", "Time of the first record with the last step of a rank.")
-_UP = MetricDefinition("nsa_process_up", "1 if the process of a rank runs; only for ranks on this host.")
-_BAD_LOSS = MetricDefinition(
-    "nsa_nonfinite_losses", "Records of steps with a non-finite loss that were not skipped.", "counter"
-)
-_BAD_NORM = MetricDefinition(
-    "nsa_nonfinite_grad_norms", "Records of steps with a non-finite gradient norm that were not skipped.", "counter"
-)
-_SHARE = MetricDefinition("nsa_gate_share_ratio", "Mean share of a branch in the gates of a layer.")
-_SHARE_MEAN = MetricDefinition("nsa_gate_share_mean_ratio", "Mean share of a branch in the gates of all layers.")
-_KERNEL = MetricDefinition("nsa_kernel_info", "The backend that computes a branch.")
-_SUBSTITUTED = MetricDefinition(
-    "nsa_data_substituted", "1 while a rank trains on synthetic data although a dataset is configured."
-)
-_INFO = MetricDefinition("nsa_run_info", "Versions, device, precision, dataset and number of ranks of the run.")
-_RESTARTS = MetricDefinition(
-    "nsa_restarts", "Starts that resumed from a checkpoint or were made by the launcher.", "counter"
-)
-_ROLLBACKS = MetricDefinition("nsa_rollbacks", "Rollbacks to a checkpoint by the run itself.", "counter")
-_LOST = MetricDefinition("nsa_lost_steps", "Steps that had to be repeated after a restart or rollback.", "counter")
-_SAVE_STEP = MetricDefinition(
-    "nsa_last_checkpoint_step", "Step of the last checkpoint, or the step the run began from."
-)
-_SAVE_TS = MetricDefinition("nsa_last_checkpoint_timestamp_seconds", "Time at which the last checkpoint was complete.")
-_SAVE_EVERY = MetricDefinition("nsa_checkpoint_interval_steps", "train.save_every; not exported if it is 0.")
-_EVAL = MetricDefinition("nsa_eval_loss_nats", "Held-out loss per token of the last evaluation.")
-_EVAL_ACCURACY = MetricDefinition(
-    "nsa_eval_accuracy_ratio", "Share of held-out tokens that were the most likely token in the last evaluation."
-)
-_LIMIT = MetricDefinition(
-    "nsa_heartbeat_limit_seconds", "Heartbeat age at which a rank counts as stalled at its current step."
-)
-_MISSING = MetricDefinition("nsa_missing_ranks", "Ranks without a heartbeat since the run was started.")
-_START_TS = MetricDefinition("nsa_start_timestamp_seconds", "Time of the last start or restart of the run.")
-_FINDING = MetricDefinition("nsa_findings", "Findings per health condition: affected ranks, or 1 for the run.")
-_RANK_FINDING = MetricDefinition("nsa_rank_findings", "1 for each health condition that holds for a rank.")
-_TARGET = MetricDefinition("nsa_steps_target", "train.steps.")
-_UNREADABLE = MetricDefinition("nsa_unreadable_records", "Records of the run folder that could not be fully read.")
-
-
-def served_names() -> set[str]:
-    """Every metric name that rules and dashboards may use."""
-    metrics = [value for value in globals().values() if isinstance(value, MetricDefinition)]
-    return {metric.served_name for metric in metrics} | {gauge.name for gauge in GAUGES.values()}
+HELP: Mapping[str, str] = {
+    **{gauge.name: gauge.help for gauge in GAUGES.values()},
+    "nsa_skipped_steps_total": "Steps whose optimizer did not run, the non-finite ones included.",
+    "nsa_nonfinite_steps_total": "Steps with a loss or gradient norm that is not finite.",
+    "nsa_run_state": "1 for the current state of a rank.",
+    "nsa_step": "Last step recorded by a rank.",
+    "nsa_heartbeat_timestamp_seconds": "Time of the last record of a rank.",
+    "nsa_step_timestamp_seconds": "Time of the first record with the last step of a rank.",
+    "nsa_process_up": "1 if the process of a rank runs; only for ranks on this host.",
+    "nsa_nonfinite_losses_total": "Records of steps with a non-finite loss that were not skipped.",
+    "nsa_nonfinite_grad_norms_total": "Records of steps with a non-finite gradient norm that were not skipped.",
+    "nsa_gate_share_ratio": "Mean share of a branch in the gates of a layer.",
+    "nsa_gate_share_mean_ratio": "Mean share of a branch in the gates of all layers.",
+    "nsa_kernel_info": "The backend that computes a branch.",
+    "nsa_data_substituted": "1 while a rank trains on synthetic data although a dataset is configured.",
+    "nsa_run_info": "Versions, device, precision, dataset and number of ranks of the run.",
+    "nsa_restarts_total": "Starts that resumed from a checkpoint or were made by the launcher.",
+    "nsa_rollbacks_total": "Rollbacks to a checkpoint by the run itself.",
+    "nsa_lost_steps_total": "Steps that had to be repeated after a restart or rollback.",
+    "nsa_last_checkpoint_step": "Step of the last checkpoint, or the step the run began from.",
+    "nsa_last_checkpoint_timestamp_seconds": "Time at which the last checkpoint was complete.",
+    "nsa_checkpoint_interval_steps": "train.save_every; not exported if it is 0.",
+    "nsa_eval_loss_nats": "Held-out loss per token of the last evaluation.",
+    "nsa_eval_accuracy_ratio": "Share of held-out tokens that were the most likely token in the last evaluation.",
+    "nsa_heartbeat_limit_seconds": "Heartbeat age at which a rank counts as stalled at its current step.",
+    "nsa_missing_ranks": "Ranks without a heartbeat since the run was started.",
+    "nsa_start_timestamp_seconds": "Time of the last start or restart of the run.",
+    "nsa_findings": "Findings per health condition: affected ranks, or 1 for the run.",
+    "nsa_rank_findings": "1 for each health condition that holds for a rank.",
+    "nsa_steps_target": "train.steps.",
+    "nsa_unreadable_records": "Records of the run folder that could not be fully read.",
+}
+"""Name and description of every metric that rules and dashboards may use; counters end with `_total`."""
 
 
 def samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[MetricSample]:
     """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
-        for metric, labels, value in _of_rank(history, log, now, rank in local, limits):
-            yield MetricSample(metric, {"rank": str(rank), **labels}, value)
+        for name, labels, value in _of_rank(history, log, now, rank in local, limits):
+            yield MetricSample(name, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
     ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
     findings = [] if ended else examine(history, now=now.steady, limits=limits)
     counts = Counter(finding.name for finding in findings)
     for name, condition in CONDITIONS.items():
-        yield MetricSample(_FINDING, {"condition": name, "severity": condition.level.value}, counts[name])
+        yield MetricSample("nsa_findings", {"condition": name, "severity": condition.level.value}, counts[name])
     for finding in findings:
         if finding.rank is not None:
             labels = {"condition": finding.name, "severity": finding.level.value, "rank": str(finding.rank)}
-            yield MetricSample(_RANK_FINDING, labels, 1.0)
+            yield MetricSample("nsa_rank_findings", labels, 1.0)
 
 
 def run_info(env: Mapping[str, Any]) -> MetricSample:
@@ -143,7 +111,7 @@ def run_info(env: Mapping[str, Any]) -> MetricSample:
         "precision": part(config, "runtime").get("precision"),
         "dataset": part(config, "data").get("dataset"),
     }
-    return MetricSample(_INFO, {name: _label(word) for name, word in words.items()}, 1.0)
+    return MetricSample("nsa_run_info", {name: _label(word) for name, word in words.items()}, 1.0)
 
 
 def _label(word: Any) -> str:
@@ -152,41 +120,43 @@ def _label(word: Any) -> str:
 
 
 def _of_run(history: RunHistory, now: ClockReading) -> Iterator[MetricSample]:
-    yield MetricSample(_RESTARTS, {}, history.event_counts[EventKind.RESTART])
-    yield MetricSample(_ROLLBACKS, {}, history.event_counts[EventKind.ROLLBACK])
-    yield MetricSample(_LOST, {}, history.lost_steps)
-    yield MetricSample(_SAVE_STEP, {}, history.saved_step)
-    yield MetricSample(_UNREADABLE, {}, history.unreadable.total())
-    yield MetricSample(_MISSING, {}, sum(rank not in history.present for rank in range(history.facts.world or 1)))
+    yield MetricSample("nsa_restarts_total", {}, history.event_counts[EventKind.RESTART])
+    yield MetricSample("nsa_rollbacks_total", {}, history.event_counts[EventKind.ROLLBACK])
+    yield MetricSample("nsa_lost_steps_total", {}, history.lost_steps)
+    yield MetricSample("nsa_last_checkpoint_step", {}, history.saved_step)
+    yield MetricSample("nsa_unreadable_records", {}, history.unreadable.total())
+    yield MetricSample(
+        "nsa_missing_ranks", {}, sum(rank not in history.present for rank in range(history.facts.world or 1))
+    )
     known = {
-        _START_TS: None if history.started_at is None else _wall_time(history.started_at, now),
-        _SAVE_TS: history.saved_ts,
-        _EVAL: history.eval_loss,
-        _EVAL_ACCURACY: history.eval_accuracy,
-        _SAVE_EVERY: history.facts.save_every or None,
-        _TARGET: history.facts.steps,
+        "nsa_start_timestamp_seconds": None if history.started_at is None else _wall_time(history.started_at, now),
+        "nsa_last_checkpoint_timestamp_seconds": history.saved_ts,
+        "nsa_eval_loss_nats": history.eval_loss,
+        "nsa_eval_accuracy_ratio": history.eval_accuracy,
+        "nsa_checkpoint_interval_steps": history.facts.save_every or None,
+        "nsa_steps_target": history.facts.steps,
     }
-    yield from (MetricSample(metric, {}, value) for metric, value in known.items() if value is not None)
+    yield from (MetricSample(name, {}, value) for name, value in known.items() if value is not None)
 
 
 def _of_rank(
     history: RunHistory, log: RankLog, now: ClockReading, local: bool, limits: HealthLimits
 ) -> Iterator[MetricSample]:
     rank, state = log.rank, _state_of(log)
-    yield from (MetricSample(_STATE, {"state": each}, float(each == state)) for each in STATES)
-    yield MetricSample(_STEP, {}, log.last.step)
-    yield MetricSample(_BEAT_TS, {}, _wall_time(log.last_at, now))
-    yield MetricSample(_STEP_TS, {}, _wall_time(log.step_at, now))
-    yield MetricSample(_SKIPPED, {}, history.skipped[rank])
-    yield MetricSample(_NONFINITE, {}, history.nonfinite[rank])
-    yield MetricSample(_BAD_LOSS, {}, history.bad_losses[rank])
-    yield MetricSample(_BAD_NORM, {}, history.bad_norms[rank])
+    yield from (MetricSample("nsa_run_state", {"state": each}, float(each == state)) for each in STATES)
+    yield MetricSample("nsa_step", {}, log.last.step)
+    yield MetricSample("nsa_heartbeat_timestamp_seconds", {}, _wall_time(log.last_at, now))
+    yield MetricSample("nsa_step_timestamp_seconds", {}, _wall_time(log.step_at, now))
+    yield MetricSample("nsa_skipped_steps_total", {}, history.skipped[rank])
+    yield MetricSample("nsa_nonfinite_steps_total", {}, history.nonfinite[rank])
+    yield MetricSample("nsa_nonfinite_losses_total", {}, history.bad_losses[rank])
+    yield MetricSample("nsa_nonfinite_grad_norms_total", {}, history.bad_norms[rank])
     if not log.ended:
-        yield MetricSample(_LIMIT, {}, stall_limit_s(log, history, limits))
+        yield MetricSample("nsa_heartbeat_limit_seconds", {}, stall_limit_s(log, history, limits))
         if local:
-            yield MetricSample(_UP, {}, float(rank not in history.gone))
+            yield MetricSample("nsa_process_up", {}, float(rank not in history.gone))
     if state not in _ENDED_REGULARLY:
-        yield MetricSample(_SUBSTITUTED, {}, float(history.facts.is_substituted(log.last)))
+        yield MetricSample("nsa_data_substituted", {}, float(history.facts.is_substituted(log.last)))
         yield from _figures(_latest(log))
 
 
@@ -199,15 +169,17 @@ def _state_of(log: RankLog) -> str:
 def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
     for name, gauge in GAUGES.items():
         if name in figures:
-            yield MetricSample(MetricDefinition(gauge.name, gauge.help), gauge.labels, figures[name] * gauge.scale)
+            yield MetricSample(gauge.name, gauge.labels, figures[name] * gauge.scale)
     for branch, share in zip(GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
-        yield MetricSample(_SHARE_MEAN, {"branch": branch}, share)
+        yield MetricSample("nsa_gate_share_mean_ratio", {"branch": branch}, share)
     for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
         for branch, share in zip(GATE_BRANCHES, shares, strict=False):
-            yield MetricSample(_SHARE, {"branch": branch, "layer": str(layer)}, share)
+            yield MetricSample("nsa_gate_share_ratio", {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):
-            yield MetricSample(_KERNEL, {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0)
+            yield MetricSample(
+                "nsa_kernel_info", {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0
+            )
 
 
 def _latest(log: RankLog) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from nsa.files import write_atomic
 from nsa_train import names
 from nsa_train.record import halt_file, record_files
 from nsa_train.record.events import EventKind, add_event
+from nsa_train.record.heartbeat_record import GATE_BRANCHES
 from nsa_train.terminal_text import printable
 from nsa_train.watch.conditions import AlertLevel, HealthFinding, HealthLimits
 from nsa_train.watch.hang_diagnosis import HangDiagnosis
@@ -60,14 +61,12 @@ class Watchdog:
         self.log(f"watching {self.folder}; critical findings {'halt the run' if self._halts else 'are logged only'}")
         now = time.time()
         if (requested := halt_file.read(self.folder)) is not None:
-            self.log(
-                f"{names.HALT} exists already: {requested.describe(now)}. It halts the run and blocks its next start."
-            )
+            what = requested.describe(now)
+            self.log(f"{names.HALT} exists already: {what}. It halts the run and blocks its next start.")
         if (anomaly := _read_anomaly(self.folder)) is not None:
             name, since = anomaly
-            self.log(
-                f"{names.ANOMALY} exists already: {name}, {halt_file.age(now - since)} old, from an earlier watchdog"
-            )
+            age = halt_file.age(now - since)
+            self.log(f"{names.ANOMALY} exists already: {name}, {age} old, from an earlier watchdog")
 
     def check(self) -> list[HealthFinding]:
         """Check the run once; returns the current findings."""
@@ -87,15 +86,12 @@ class Watchdog:
         for same in group_findings([finding for key, finding in before.items() if key not in now]):
             self._report_resolved(same)
         self._acted &= now.keys()
-        due = [
-            f
-            for key, f in now.items()
-            if f.level == AlertLevel.CRITICAL and key not in self._acted and self._is_certain(f)
-        ]
+        critical = [(key, finding) for key, finding in now.items() if finding.level == AlertLevel.CRITICAL]
+        due = [finding for key, finding in critical if key not in self._acted and self._is_certain(finding)]
         if due:
             self._acted |= {(finding.name, finding.rank) for finding in due}
             self._act(due)
-        if now_phase == RunPhase.RUNNING and not any(finding.level == AlertLevel.CRITICAL for finding in findings):
+        if now_phase == RunPhase.RUNNING and not critical:
             self._cause = None  # what ends this process now is not a consequence of an earlier finding
         return findings
 
@@ -167,7 +163,9 @@ class Watchdog:
         if log is None or not log.progress:
             return
         content = {"findings": [{"condition": f.name, "message": f.message} for f in findings], **_gate_details(log)}
-        content["limits"] = {name: value for name, value in asdict(self.limits).items() if name.startswith(_GATE_NAMES)}
+        content["limits"] = {
+            name: value for name, value in asdict(self.limits).items() if name.startswith(_GATE_LIMITS)
+        }
         self._try(lambda: write_atomic(self.folder / names.GATE_COLLAPSE, json.dumps(content, indent=2) + "\n"))
 
     def _try(self, write: Callable[[], _T]) -> _T | None:
@@ -179,7 +177,10 @@ class Watchdog:
             return None
 
 
-_GATE_NAMES = ("entropy_", "collapse_", "gate_")
+_GATE_LIMITS = ("entropy_", "collapse_", "gate_")
+_GATE_FIELDS = (
+    "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "gate_branch_shares", "loss", "grad_norm", "lr",
+)  # fmt: skip
 
 
 def _gate_details(log: RankLog) -> dict[str, Any]:
@@ -192,23 +193,14 @@ def _gate_details(log: RankLog) -> dict[str, Any]:
         {"layer": i, "shares": [_strict(each) for each in by_layer[i]], "largest": _strict(largest[i])}
         for i in reversed(one_sided)
     ]
-    fields = (
-        "gate_entropy_mean",
-        "gate_max_mean",
-        "gate_collapse_frac",
-        "gate_branch_shares",
-        "loss",
-        "grad_norm",
-        "lr",
-    )
     return {
         "step": last.step,
         "rank": log.rank,
         "ts": last.ts,
-        "branches": ["compressed", "selected", "sliding"],
+        "branches": list(GATE_BRANCHES),
         "layers": layers,
         "recent": [
-            {"step": beat.step} | {name: _strict(getattr(beat, name)) for name in fields}
+            {"step": beat.step} | {name: _strict(getattr(beat, name)) for name in _GATE_FIELDS}
             for beat in list(log.progress)[-_RECENT:]
         ],
     }

@@ -8,9 +8,8 @@ import pytest
 from nsa.errors import ConfigError
 from nsa_train.config import load
 from nsa_train.names import DONE, PROGRESS, TRACKERS, heartbeat
-from nsa_train.record.background_logger import BackgroundLogger, TrackerIds
 from nsa_train.record.heartbeat_record import read_beats
-from nsa_train.train.engine.experiment_tracking import start_tracking
+from nsa_train.train.engine.experiment_tracking import BackgroundLogger, TrackerIds, start_tracking
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 

@@ -1,27 +1,187 @@
-"""Starts the experiment trackers of a run: Weights & Biases through the engine's callback, MLflow through its client.
+"""Experiment trackers of a run: Weights & Biases through the engine's callback, MLflow through its client.
 
-The engine would call its W&B callback in the training loop, with metrics of a pipeline that is off (see
-`bad_step_hook`). Here a background thread calls it with the heartbeat's values, so that nothing in the loop waits.
+Each service has a queue and a thread: its client may block for minutes, which must never block training. Records that a
+slow or unavailable service misses are dropped; the run folder has all of them. The engine would call its W&B callback
+in the training loop, with metrics of a pipeline that is off (see `bad_step_hook`).
 """
 
+import json
+import queue
+import re
+import threading
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
 from types import SimpleNamespace
+from typing import Protocol
 
 from olmo_core.exceptions import OLMoEnvironmentError
 from olmo_core.train.callbacks import WandBCallback
 
 from nsa.errors import ConfigError
+from nsa.files import write_atomic
 from nsa_train.config.schema import RunConfig
-from nsa_train.record.background_logger import BackgroundLogger, MLflowLogger, TrackerIds, TrackingService
+from nsa_train.names import TRACKERS
 
+_QUEUE_SIZE = 1024
+"""Records that may be queued; further ones are dropped."""
+_RETRY_S = 60.0
+"""Pause between attempts to connect to an unavailable service."""
+_CLOSE_TIMEOUT_S = 30.0
+"""How long the end of a run waits for queued records to be sent."""
 _SENT_SECTIONS = {"model", "nsa", "runtime", "kernels", "parallel"}
 """Not data and train: addresses in them may hold passwords."""
+_PASSWORD = re.compile(r"//[^/@\s]*@")
+
+_Record = tuple[int, dict[str, float]]
 
 
-class WeightsAndBiases:
+class _TrackingService(Protocol):
+    name: str
+    errors: tuple[type[Exception], ...]
+    """Exceptions of its client for a failing service; complete after `open` has imported the client."""
+
+    def open(self) -> None: ...
+    def send(self, step: int, numbers: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class BackgroundLogger:
+    def __init__(self, service: _TrackingService, warn: Callable[[str], None]) -> None:
+        self._service, self._warn = service, warn
+        self._records: queue.Queue[_Record | None] = queue.Queue(_QUEUE_SIZE)
+        self._open = self._warned = False
+        self._not_before = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"background logger {service.name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Queue a record; never blocks."""
+        try:
+            self._records.put_nowait((step, numbers))
+        except queue.Full:
+            self._warn_once(f"{_QUEUE_SIZE} records are queued")
+
+    def close(self) -> None:
+        """Send queued records within the timeout; the rest is dropped, with a warning."""
+        try:
+            self._records.put(None, timeout=1.0)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._warn_once(f"the end of the run waited {_CLOSE_TIMEOUT_S:g} s for it")
+
+    def _run(self) -> None:
+        while (record := self._records.get()) is not None:
+            try:
+                self._send(*record)
+            except self._service.errors as error:
+                self._warn_once(f"{type(error).__name__}: {_PASSWORD.sub('//', str(error))[:300]}")
+        if self._open:
+            try:
+                self._service.close()
+            except self._service.errors as error:
+                self._warn_once(type(error).__name__)
+
+    def _send(self, step: int, numbers: dict[str, float]) -> None:
+        if not self._open:
+            if time.monotonic() < self._not_before:
+                return
+            self._not_before = time.monotonic() + _RETRY_S
+            self._service.open()
+            self._open = True
+        self._service.send(step, numbers)
+
+    def _warn_once(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"WARNING: {self._service.name} does not accept records ({why}). Training continues; the run "
+                f"folder has all records."
+            )
+
+
+class TrackerIds:
+    """trackers.json: which W&B and MLflow run belongs to a run folder, so that a restart continues it.
+
+    Shared by the threads of all trackers. A run that does not resume begins without ids.
+    """
+
+    def __init__(self, run_folder: Path, *, resuming: bool) -> None:
+        self._path = run_folder / TRACKERS
+        self._lock = threading.Lock()
+        if not resuming:
+            self._path.unlink(missing_ok=True)
+        self._ids = self._read()
+
+    def get(self, tracker: str) -> str | None:
+        return self._ids.get(tracker)
+
+    def put(self, tracker: str, run_id: str) -> None:
+        with self._lock:
+            self._ids[tracker] = run_id
+            write_atomic(self._path, json.dumps(self._ids, indent=2) + "\n")
+
+    def _read(self) -> dict[str, str]:
+        """Read the ids; without them (file missing or damaged) the tracker gets a second run."""
+        try:
+            ids = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return {str(k): v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
+
+
+class _MLflow:
+    """Logs metrics to MLflow through its client: OLMo-core has no MLflow callback."""
+
+    name = "MLflow (track.mlflow_uri)"
+
+    def __init__(self, uri: str, experiment: str, run_name: str, ids: TrackerIds) -> None:
+        self.errors: tuple[type[Exception], ...] = (OSError,)
+        self._ids = ids
+        self._uri, self._experiment, self._run_name = uri, experiment, run_name
+
+    def open(self) -> None:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self.errors = (MlflowException, OSError)
+        self._client = MlflowClient(self._uri)
+        if (known := self._ids.get("mlflow")) is not None and self._continue(known):
+            self._run_id = known
+            return
+        existing = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = existing.experiment_id if existing else self._client.create_experiment(self._experiment)
+        self._run_id = self._client.create_run(experiment_id, run_name=self._run_name).info.run_id
+        self._ids.put("mlflow", self._run_id)
+
+    def _continue(self, run_id: str) -> bool:
+        """Reopen this run; False if the server does not have it."""
+        from mlflow.exceptions import MlflowException
+        from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
+
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                raise
+            return False
+        return True
+
+    def send(self, step: int, numbers: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, [Metric(name, value, now_ms, step) for name, value in numbers.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class _WeightsAndBiases:
     name = "Weights & Biases (track.wandb_project)"
 
     def __init__(self, callback: WandBCallback, run_folder: Path, ids: TrackerIds) -> None:
@@ -58,7 +218,7 @@ def start_tracking(
     """
     track, name = config.track, config.track.name or run_folder.resolve().name
     ids = TrackerIds(run_folder, resuming=resuming or not first)
-    services: list[TrackingService] = []
+    services: list[_TrackingService] = []
     if track.wandb_project is not None:
         _require("wandb", "track.wandb_project")
         callback = WandBCallback(
@@ -68,10 +228,10 @@ def start_tracking(
             group=name,
             config=config.model_dump(mode="json", include=_SENT_SECTIONS),
         )
-        services.append(WeightsAndBiases(callback, run_folder, ids))
+        services.append(_WeightsAndBiases(callback, run_folder, ids))
     if track.mlflow_uri is not None:
         _require("mlflow", "track.mlflow_uri")
-        services.append(MLflowLogger(track.mlflow_uri, track.mlflow_experiment, name, ids))
+        services.append(_MLflow(track.mlflow_uri, track.mlflow_experiment, name, ids))
     return [BackgroundLogger(service, warn) for service in services] if first else []
 
 

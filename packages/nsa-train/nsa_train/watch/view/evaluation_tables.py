@@ -40,16 +40,13 @@ def result_tables(
 
     Columns about a reference model are left out if no row has one.
     """
-    for title, heads, numbers, rows_of in _TABLES:
-        if rows := [row for each in evaluations for row in rows_of(each)]:
-            unused = [
-                place
-                for place, head in enumerate(heads, 1)
-                if head.startswith(_AGAINST) and all(row[place] == UNKNOWN for row in rows)
-            ]
-            cells = [tuple(cell for place, cell in enumerate(row) if place not in unused) for row in rows]
-            shown = tuple(head for place, head in enumerate(heads, 1) if place not in unused)
-            yield title, shown, range(numbers.start, numbers.stop - len(unused)), cells
+    for title, rows_of, n_texts, columns in _TABLES:
+        rows = [(_evaluation_name(each), row) for each in evaluations for row in rows_of(each)]
+        all_columns = [(head, [cell(row) for _, row in rows]) for head, cell in columns]
+        shown = [(head, cells) for head, cells in all_columns if not head.startswith(_AGAINST) or {*cells} - {UNKNOWN}]
+        if rows:
+            lines = list(zip([model for model, _ in rows], *(cells for _, cells in shown), strict=True))
+            yield title, tuple(head for head, _ in shown), range(n_texts, len(shown)), lines
 
 
 def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
@@ -74,8 +71,8 @@ def evaluation_summary(evaluation: ModelEvaluation) -> dict[str, str]:
                 f"accuracy {share(accuracy)} (chance {share(chosen[0].get('chance'))}), exact match {share(exact)}, "
                 f"{examples:,} examples"
             )
-    for _, task, metric, value in _harness_rows(evaluation):
-        rows[f"lm-eval {task}, {metric}"] = value
+    for row in _harness_rows(evaluation):
+        rows[f"lm-eval {plain(row['task'])}, {plain(row['metric'])}"] = number(row["value"])
     return rows
 
 
@@ -118,61 +115,6 @@ def _far_chart(evaluations: Sequence[ModelEvaluation]) -> SvgChart | None:
     return SvgChart("far tasks", unit, lines, (0.0, last), x_unit="tokens", format=share)
 
 
-def _position_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    held_out = evaluation.held_out
-    if held_out is None:
-        return []
-    against = evaluation.held_out_against or {"by_position": []}
-    others = {row["begin"]: row for row in against["by_position"]}
-    rows = [
-        (_evaluation_name(evaluation), _positions_text(row), *_loss_cells(row, others.get(row["begin"], {})))
-        for row in held_out["by_position"]
-    ]
-    return [*rows, (_evaluation_name(evaluation), "all", *_loss_cells(held_out, against))]
-
-
-def _positions_text(row: dict[str, Any]) -> str:
-    return f"{row['begin']:,}–{row['end'] - 1:,}"
-
-
-def _loss_cells(row: dict[str, Any], other: dict[str, Any]) -> tuple[str, ...]:
-    return (f"{row['tokens']:,}" if "tokens" in row else UNKNOWN, number(row["loss"]), _interval(row, "standard_error"),
-            number(row.get("bits_per_byte")), share(row.get("accuracy")), number(other.get("loss")),
-            share(other.get("accuracy")))  # fmt: skip
-
-
-def _interval(row: dict[str, Any], name: str) -> str:
-    """Half of the 95 % interval, from the standard error of this name."""
-    return UNKNOWN if row.get(name) is None else number(_Z * row[name], 2)
-
-
-def _agreement_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    if evaluation.agreement is None:
-        return []
-    rows = [(_positions_text(row), row) for row in evaluation.agreement["by_position"]]
-    return [
-        (
-            *(_evaluation_name(evaluation), where, f"{row['tokens']:,}", number(row["loss"])),
-            *(number(row["against_loss"]), number(row["difference"], 3), _interval(row, "difference_standard_error")),
-            *(share(row["same_top"]), number(row["divergence"], 3), _interval(row, "divergence_standard_error")),
-        )
-        for where, row in [*rows, ("all", evaluation.agreement)]
-    ]
-
-
-def _harm_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    """Rows of the layers, the most harmful first."""
-    layers = [] if evaluation.layers is None else evaluation.layers["layers"]
-    return [
-        (
-            *(_evaluation_name(evaluation), str(row["layer"]), plain(row.get("kind", UNKNOWN))),
-            *(number(row["harm"], 3), _interval(row, "harm_standard_error"), number(row["gain"], 3)),
-            *(share(part) for part in mass_parts(row) or (None,) * 4),
-        )
-        for row in sorted(layers, key=lambda row: (-row["harm"], row["layer"]))
-    ]
-
-
 def _layer_figure(evaluation: ModelEvaluation) -> list[str]:
     assert evaluation.layers is not None
     if not evaluation.layers["layers"]:
@@ -185,92 +127,126 @@ def _layer_figure(evaluation: ModelEvaluation) -> list[str]:
     ]
 
 
-def _far_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
+_Row = dict[str, Any]
+
+
+def _position_rows(evaluation: ModelEvaluation) -> list[_Row]:
+    if (held_out := evaluation.held_out) is None:
+        return []
+    against = evaluation.held_out_against or {"by_position": []}
+    others = {row["begin"]: row for row in against["by_position"]}
+    pairs = [(row, others.get(row["begin"], {})) for row in held_out["by_position"]]
     return [
-        (
-            *(_evaluation_name(evaluation), plain(task), f"{cell['length']:,}", share(cell["depth"])),
-            *(f"{cell['examples']:,}", share(cell.get("chance")), share(cell["accuracy"])),
-            *(_interval_text(cell.get("accuracy_interval")), share(cell["exact_match"])),
-            *(share(cell.get("needle_hit")), share(cell.get("accuracy_if_hit"))),
-            *(share(cell.get("against_accuracy")), _interval_text(cell.get("against_accuracy_interval"))),
-            share(cell.get("against_exact_match")),
-        )
-        for task, cells in sorted(evaluation.far_tasks.items())
-        for cell in cells
+        {**row, "against_loss": other.get("loss"), "against_accuracy": other.get("accuracy")}
+        for row, other in [*pairs, (held_out, against)]
     ]
 
 
-def _selection_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    return _of_selection(evaluation, evaluation.selection)
+def _agreement_rows(evaluation: ModelEvaluation) -> list[_Row]:
+    agreement = evaluation.agreement
+    return [] if agreement is None else [*agreement["by_position"], agreement]
 
 
-def _selection_against_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    return _of_selection(evaluation, evaluation.selection_against)
-
-
-def _of_selection(evaluation: ModelEvaluation, rows: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+def _harm_rows(evaluation: ModelEvaluation) -> list[_Row]:
+    """Rows of the layers, the most harmful first."""
+    layers = [] if evaluation.layers is None else evaluation.layers["layers"]
+    parts = ("window", "forced", "scored", "unread")
     return [
-        (
-            *(_evaluation_name(evaluation), str(row["layer"]), f"{row['queries']:,}" if "queries" in row else UNKNOWN),
-            *(share(row.get("chance")), share(row["hit_rate"]), share(row["mass_caught"]), _read_with_window(row)),
-        )
-        for row in rows
+        {**row, **dict(zip(parts, mass_parts(row) or (), strict=False))}
+        for row in sorted(layers, key=lambda row: (-row["harm"], row["layer"]))
     ]
 
 
-def _read_with_window(row: dict[str, Any]) -> str:
-    parts = mass_parts(row)
-    return UNKNOWN if parts is None else share(1 - parts[-1])
+def _far_rows(evaluation: ModelEvaluation) -> list[_Row]:
+    return [{**cell, "task": task} for task, cells in sorted(evaluation.far_tasks.items()) for cell in cells]
 
 
-def _fact_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    names = ("chance", "fact_hit", "accuracy_if_hit", "accuracy_if_missed")
+def _harness_rows(evaluation: ModelEvaluation) -> list[_Row]:
     return [
-        (
-            *(_evaluation_name(evaluation), str(row.get("layer", "any")), f"{row['questions']:,}"),
-            *(share(row.get(name)) for name in names),
-        )
-        for row in evaluation.facts
-    ]
-
-
-def _interval_text(interval: Sequence[float] | None) -> str:
-    return UNKNOWN if interval is None or len(interval) != 2 else f"{share(interval[0])} – {share(interval[1])}"
-
-
-def _harness_rows(evaluation: ModelEvaluation) -> list[tuple[str, ...]]:
-    return [
-        (_evaluation_name(evaluation), plain(task), plain(metric), number(value))
+        {"task": task, "metric": metric, "value": value}
         for task, metrics in sorted(evaluation.lm_eval.items())
         for metric, value in sorted(metrics.items())
     ]
 
 
-_SELECTION_HEADS = ("layer", "queries", "chance", "hit rate", "attention mass caught", "with window, of all mass")
-_TABLES: tuple[tuple[str, tuple[str, ...], range, Callable[[ModelEvaluation], list[tuple[str, ...]]]], ...] = (
-    ("held-out loss by position in the document",
-     ("position", "tokens", "nats per token", "± 95 %", "bits per byte", "accuracy", "against: nats per token",
-      "against: accuracy"),
-     range(1, 8),
-     _position_rows),
-    ("agreement by position in the document",
-     ("position", "tokens", "nats per token", "against: nats per token", "difference", "± 95 %", "same top token", "KL",
-      "± 95 %"),
-     range(1, 9),
-     _agreement_rows),
-    ("layers by harm",
-     ("layer", "kind", "harm", "± 95 %", "gain", "window", "forced blocks", "scored blocks", "not read"),
-     range(2, 9),
-     _harm_rows),
-    ("far tasks",
-     ("task", "length", "depth", "n", "chance", "accuracy", "95 % interval", "exact", "needle hit", "accuracy if hit",
-      "against: accuracy", "against: 95 % interval", "against: exact"),
-     range(1, 13),
-     _far_rows),
-    ("selection of blocks",
-     _SELECTION_HEADS, range(6), _selection_rows),
-    ("selection of blocks by the model compared with", _SELECTION_HEADS, range(6), _selection_against_rows),
-    ("facts of synthetic questions in chosen blocks",
-     ("layer", "questions", "chance", "fact hit", "accuracy if hit", "accuracy if missed"), range(6), _fact_rows),
-    ("lm-evaluation-harness", ("task", "metric", "value"), range(2, 3), _harness_rows),
+_Cell = Callable[[_Row], str]
+
+
+def _cell(text: Callable[[Any], str], name: str, missing: str = UNKNOWN) -> _Cell:
+    return lambda row: missing if row.get(name) is None else text(row[name])
+
+
+def _number(name: str, digits: int = 4) -> _Cell:
+    return _cell(lambda value: number(value, digits), name)
+
+
+def _count(name: str) -> _Cell:
+    return _cell("{:,}".format, name)
+
+
+def _share(name: str) -> _Cell:
+    return _cell(share, name)
+
+
+def _half_interval(name: str) -> _Cell:
+    """Half of the 95 % interval, from the standard error of this name."""
+    return _cell(lambda error: number(_Z * error, 2), name)
+
+
+def _interval(name: str) -> _Cell:
+    return _cell(lambda ends: f"{share(ends[0])} – {share(ends[1])}" if len(ends) == 2 else UNKNOWN, name)
+
+
+def _positions(row: _Row) -> str:
+    return f"{row['begin']:,}–{row['end'] - 1:,}" if "begin" in row else "all"
+
+
+def _read_with_window(row: _Row) -> str:
+    parts = mass_parts(row)
+    return UNKNOWN if parts is None else share(1 - parts[-1])
+
+
+_SELECTION: tuple[tuple[str, _Cell], ...] = (
+    ("layer", _cell(str, "layer")), ("queries", _count("queries")), ("chance", _share("chance")),
+    ("hit rate", _share("hit_rate")), ("attention mass caught", _share("mass_caught")),
+    ("with window, of all mass", _read_with_window),
 )  # fmt: skip
+_TABLES: tuple[tuple[str, Callable[[ModelEvaluation], list[_Row]], int, Sequence[tuple[str, _Cell]]], ...] = (
+    ("held-out loss by position in the document", _position_rows, 1, (
+        ("position", _positions), ("tokens", _count("tokens")), ("nats per token", _number("loss")),
+        ("± 95 %", _half_interval("standard_error")), ("bits per byte", _number("bits_per_byte")),
+        ("accuracy", _share("accuracy")), ("against: nats per token", _number("against_loss")),
+        ("against: accuracy", _share("against_accuracy")),
+    )),
+    ("agreement by position in the document", _agreement_rows, 1, (
+        ("position", _positions), ("tokens", _count("tokens")), ("nats per token", _number("loss")),
+        ("against: nats per token", _number("against_loss")), ("difference", _number("difference", 3)),
+        ("± 95 %", _half_interval("difference_standard_error")), ("same top token", _share("same_top")),
+        ("KL", _number("divergence", 3)), ("± 95 %", _half_interval("divergence_standard_error")),
+    )),
+    ("layers by harm", _harm_rows, 2, (
+        ("layer", _cell(str, "layer")), ("kind", _cell(plain, "kind")), ("harm", _number("harm", 3)),
+        ("± 95 %", _half_interval("harm_standard_error")), ("gain", _number("gain", 3)), ("window", _share("window")),
+        ("forced blocks", _share("forced")), ("scored blocks", _share("scored")), ("not read", _share("unread")),
+    )),
+    ("far tasks", _far_rows, 1, (
+        ("task", _cell(plain, "task")), ("length", _count("length")), ("depth", _share("depth")),
+        ("n", _count("examples")), ("chance", _share("chance")), ("accuracy", _share("accuracy")),
+        ("95 % interval", _interval("accuracy_interval")), ("exact", _share("exact_match")),
+        ("needle hit", _share("needle_hit")), ("accuracy if hit", _share("accuracy_if_hit")),
+        ("against: accuracy", _share("against_accuracy")),
+        ("against: 95 % interval", _interval("against_accuracy_interval")),
+        ("against: exact", _share("against_exact_match")),
+    )),
+    ("selection of blocks", lambda evaluation: evaluation.selection, 0, _SELECTION),
+    ("selection of blocks by the model compared with", lambda evaluation: evaluation.selection_against, 0, _SELECTION),
+    ("facts of synthetic questions in chosen blocks", lambda evaluation: evaluation.facts, 0, (
+        ("layer", _cell(str, "layer", "any")), ("questions", _count("questions")), ("chance", _share("chance")),
+        ("fact hit", _share("fact_hit")), ("accuracy if hit", _share("accuracy_if_hit")),
+        ("accuracy if missed", _share("accuracy_if_missed")),
+    )),
+    ("lm-evaluation-harness", _harness_rows, 2, (
+        ("task", _cell(plain, "task")), ("metric", _cell(plain, "metric")), ("value", _number("value")),
+    )),
+)  # fmt: skip
+"""Title, rows, number of leading columns of text, and heads with their cells."""

@@ -88,7 +88,6 @@ def goodput(
     lead: RankSeries,
     events: Sequence[RunEvent],
     evaluations: Sequence[EvaluationRecord] = (),
-    limits: HealthLimits | None = None,
 ) -> Goodput | None:
     """Attribute time to causes, up to the last record; None for a run without records, or whose clock was set back."""
     if any(after < before - HealthLimits.clock_skew_s for before, after in pairwise(lead.ts)):
@@ -97,7 +96,7 @@ def goodput(
     if not spans:
         return None
     spent = dict.fromkeys(TimeCause, 0.0)
-    intervals = _RowIntervals(lead, events, evaluations, limits or HealthLimits())
+    intervals = _RowIntervals(lead, events, evaluations)
     lives = []
     for span, after in zip(spans, [*spans[1:], None], strict=True):
         first = lead.ts[span.rows[0]] if span.rows else span.last
@@ -155,9 +154,8 @@ class _RowIntervals:
         lead: RankSeries,
         events: Sequence[RunEvent],
         evaluations: Sequence[EvaluationRecord],
-        limits: HealthLimits,
     ) -> None:
-        self._lead, self._stall_s = lead, limits.stall_s
+        self._lead = lead
         self._evaluated = _sums(lead, [(each.ts, each.seconds) for each in evaluations])
         self._skipped = _sums(lead, [(event.ts, 1.0) for event in events if event.kind == EventKind.SKIPPED_STEP])
         self._saved = {_row_of_save(lead, event) for event in events if event.kind == EventKind.SAVE}
@@ -178,7 +176,7 @@ class _RowIntervals:
         """Attribute all intervals of a process. Most contain only steps; those are summed here, for speed."""
         lead, fetches = self._lead, self._lead.column("dt_fetch_s")
         special = self._saved | self._evaluated.keys() | self._skipped.keys()
-        limit, waited, stepped = self._stall_s, 0.0, 0.0
+        limit, waited, stepped = HealthLimits.stall_s, 0.0, 0.0
         for row in rows[:-1]:
             duration, steps, fetch = lead.ts[row + 1] - lead.ts[row], lead.steps[row + 1], fetches[row + 1]
             if row in special or lead.superseded[row + 1] or not 0 <= duration <= limit or not math.isfinite(fetch):
@@ -210,7 +208,7 @@ class _RowIntervals:
             saving = max(0.0, left - steps * self._pace_around(row))
             spent[TimeCause.CHECKPOINT] += saving
             left -= saving
-        elif left - steps * self._pace > self._stall_s:
+        elif left - steps * self._pace > HealthLimits.stall_s:
             spent[TimeCause.STALL] += left - steps * self._pace
             left = steps * self._pace
         if superseded:

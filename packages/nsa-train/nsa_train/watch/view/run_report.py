@@ -48,19 +48,20 @@ _LEGEND = (
 
 def render(snapshot: RunSnapshot) -> str:
     run, summary = snapshot.run, summarize(snapshot.run)
-    body = [
-        _head(snapshot, summary),
-        section("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
-                '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
-        section("Evaluations", names.EVALUATIONS, evaluation_section(run.model_evaluations)),
-        section("Gates by layer over time", "gates", _gates(run)),
-        section("Timeline", "timeline", _timeline(run, snapshot.wall)),
-        section("Goodput", "goodput", _goodput(snapshot.wall)),
-        section("Findings", "findings", _findings(snapshot)),
-        section("Events", "events", _events(run.events)),
-        section("Configuration", "configuration", _config(run)),
-        section("Environment", "environment", _environment(run)),
-    ]  # fmt: skip
+    sections = (
+        ("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
+         '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
+        ("Evaluations", names.EVALUATIONS, evaluation_section(run.model_evaluations)),
+        ("Gates by layer over time", "gates", _gates(run)),
+        ("Timeline", "timeline", _timeline(run, snapshot.wall)),
+        ("Goodput", "goodput", _goodput(snapshot.wall)),
+        ("Findings", "findings", _findings(snapshot)),
+        ("Events", "events", _events(run.events)),
+        ("Configuration", "configuration", _config(run)),
+        ("Environment", "environment", _environment(run)),
+    )  # fmt: skip
+    links = "".join(f'<a href="#{anchor}">{anchor}</a>' for _, anchor, *_ in sections)
+    body = [_head(snapshot, summary, links), *(section(*each) for each in sections)]
     return page(f"{plain(run.name)} · nsa report", body)
 
 
@@ -84,21 +85,9 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     return page(f"{title} · nsa compare", body)
 
 
-def _head(snapshot: RunSnapshot, summary: RunSummary) -> str:
+def _head(snapshot: RunSnapshot, summary: RunSummary, links: str) -> str:
     run = snapshot.run
     sign, style = STATE_MARKS[snapshot.state]
-    parts = (
-        "curves",
-        names.EVALUATIONS,
-        "gates",
-        "timeline",
-        "goodput",
-        "findings",
-        "events",
-        "configuration",
-        "environment",
-    )
-    links = "".join(f'<a href="#{part}">{part}</a>' for part in parts)
     began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
     about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"
     return (
