@@ -48,18 +48,18 @@ class RecordField:
     """One field of a heartbeat record, as `_field` described it, with its name and type."""
 
     about: str
-    unit: str
-    gauge: PrometheusGauge | None
-    no_gauge: str
+    unit: str = ""
+    gauge: PrometheusGauge | None = None
+    no_gauge: str = ""
     """Where Prometheus has the value otherwise, or why it does not; for fields without a gauge."""
-    title: str
+    title: str = ""
     """Heading of its chart and label of its value in monitor and report; a metric without one is not drawn."""
-    format: MetricFormat
-    every_rank: bool
+    format: MetricFormat = MetricFormat.NUMBER
+    every_rank: bool = False
     """Reports keep the values of every rank, not of the lowest one alone."""
-    over_layers: Literal["mean", "max", "sum"]
+    over_layers: Literal["mean", "max", "sum"] = "mean"
     """What becomes of the values of several layers, for figures of `nsa.core.probe`."""
-    columns: tuple[str, ...]
+    columns: tuple[str, ...] = ()
     """Names of the items of a list where only numbers are recorded (CSV, TensorBoard, W&B, MLflow)."""
     name: str = ""
     type: Any = None
@@ -70,30 +70,13 @@ class RecordField:
         return self.type in (float | None, int | None)
 
 
-_DEFINITION = "record field"
-
-
-def _field(
-    about: str,
-    *,
-    gauge: str | PrometheusGauge | None = None,
-    no_gauge: str = "",
-    unit: str = "",
-    title: str = "",
-    format: MetricFormat = MetricFormat.NUMBER,
-    every_rank: bool = False,
-    over_layers: Literal["mean", "max", "sum"] = "mean",
-    columns: tuple[str, ...] = (),
-    required: bool = False,
-) -> Any:
-    if isinstance(gauge, str):
-        gauge = PrometheusGauge(gauge)
-    assert (gauge is None) == bool(no_gauge), "a field has a Prometheus gauge or the reason why it has none"
-    definition = RecordField(
-        about=about, unit=unit, gauge=gauge, no_gauge=no_gauge, title=title, format=format, every_rank=every_rank,
-        over_layers=over_layers, columns=columns
-    )  # fmt: skip
-    return field(default=MISSING if required else None, metadata={_DEFINITION: definition})
+def _field(about: str, *, gauge: str | PrometheusGauge | None = None, required: bool = False, **definition: Any) -> Any:
+    """Define a field; `definition` are fields of `RecordField`."""
+    described = RecordField(
+        about=about, gauge=PrometheusGauge(gauge) if isinstance(gauge, str) else gauge, **definition
+    )
+    assert (gauge is None) == bool(described.no_gauge), "a field has a Prometheus gauge or the reason why it has none"
+    return field(default=MISSING if required else None, metadata={"definition": described})
 
 
 def _memory(kind: str) -> PrometheusGauge:
@@ -263,7 +246,7 @@ class HeartbeatRecord:
 
 
 RECORD_FIELDS: Mapping[str, RecordField] = {
-    each.name: replace(each.metadata[_DEFINITION], name=each.name, type=each.type) for each in fields(HeartbeatRecord)
+    each.name: replace(each.metadata["definition"], name=each.name, type=each.type) for each in fields(HeartbeatRecord)
 }
 METRICS: Mapping[str, RecordField] = {name: each for name, each in RECORD_FIELDS.items() if each.is_metric}
 METRIC_COLUMNS = (*METRICS, *(column for each in RECORD_FIELDS.values() for column in each.columns))

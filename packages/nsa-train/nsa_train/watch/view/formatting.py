@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import METRICS, MetricFormat
@@ -23,6 +24,34 @@ STATE_MARKS = {
     "no run": ("○", ""),
 }  # fmt: skip
 """Symbol and style of each phase of a run."""
+
+
+class EventMark(NamedTuple):
+    lane: str
+    symbol: str
+    style: str
+
+
+EVENT_MARKS = {
+    EventKind.START: EventMark("starts and ends", "▶", "good"),
+    EventKind.RESTART: EventMark("starts and ends", "↻", "warn"),
+    EventKind.DONE: EventMark("starts and ends", "✓", "good"),
+    EventKind.WAITING: EventMark("starts and ends", "…", "warn"),
+    EventKind.STOP: EventMark("starts and ends", "■", "warn"),
+    EventKind.HALT: EventMark("starts and ends", "■", "warn"),
+    EventKind.ERROR: EventMark("starts and ends", "✗", "crit"),
+    EventKind.SAVE: EventMark("checkpoints", "◆", "calm"),
+    EventKind.COPY_FAILED: EventMark("checkpoints", "✗", "warn"),
+    EventKind.CHECKPOINT_REJECTED: EventMark("checkpoints", "✗", "crit"),
+    EventKind.EVALUATION: EventMark("evaluations", "○", "calm"),
+    EventKind.EVALUATION_FAILED: EventMark("evaluations", "✗", "warn"),
+    EventKind.SKIPPED_STEP: EventMark("problems", "×", "warn"),
+    EventKind.ROLLBACK: EventMark("problems", "↶", "warn"),
+    EventKind.STALL: EventMark("problems", "▲", "crit"),
+    EventKind.FINDING: EventMark("findings", "▲", "warn"),
+    EventKind.HALT_ASKED: EventMark("findings", "■", "warn"),
+}
+"""How an event is shown: lane of the timeline, symbol and style."""
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -50,13 +50,15 @@ _ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKi
 
 
 class ProcessLifetime(NamedTuple):
-    """Lifetime of one process on the wall clock."""
+    """Lifetime of one process on the wall clock, from its start event to its last sign of life."""
 
     begin: float
-    first_step: float
-    """Equal to `end` if it made no step."""
+    rows: range
     end: float
-    ending: str | None
+    last_step: int = 0
+    ending: str | None = None
+    first_step: float = math.inf
+    """Time of its first step; `end` if it made none."""
 
 
 @dataclass
@@ -74,16 +76,6 @@ class Goodput:
         return self.seconds[cause] / self.total if self.total > 0 else 0.0
 
 
-class _ProcessSpan(NamedTuple):
-    """A process: when the start event came, its rows, its last sign of life."""
-
-    begin: float
-    rows: range
-    last: float
-    last_step: int
-    ending: str | None
-
-
 def goodput(
     lead: RankSeries,
     events: Sequence[RunEvent],
@@ -99,20 +91,20 @@ def goodput(
     intervals = _RowIntervals(lead, events, evaluations)
     lives = []
     for span, after in zip(spans, [*spans[1:], None], strict=True):
-        first = lead.ts[span.rows[0]] if span.rows else span.last
+        first = lead.ts[span.rows[0]] if span.rows else span.end
         spent[TimeCause.START_UP] += first - span.begin
         intervals.attribute(span.rows, spent)
         if span.rows:
             intervals.attribute_end(span, spent)
-        lives.append(ProcessLifetime(span.begin, first, span.last, span.ending))
+        lives.append(span._replace(first_step=first))
         if after is not None:
-            _attribute_gap(span.last, after.begin, events, spent)
-    result = Goodput(spans[0].begin, spans[-1].last, spent, lives)
+            _attribute_gap(span.end, after.begin, events, spent)
+    result = Goodput(spans[0].begin, spans[-1].end, spent, lives)
     assert math.isclose(sum(spent.values()), result.total, rel_tol=1e-6, abs_tol=1e-3), (spent, result.total)
     return result
 
 
-def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
+def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[ProcessLifetime]:
     """Combines heartbeats and start events of each process; a process that died before its first heartbeat counts."""
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
@@ -121,18 +113,20 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessSpan]:
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
         mine = [ts for ts in begins if earlier < ts <= process.begin]
-        spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in mine[:-1]]
+        spans += [ProcessLifetime(ts, range(0), ts) for ts in mine[:-1]]
         begin = mine[-1] if mine else process.begin
         spans.append(
-            _ProcessSpan(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
+            ProcessLifetime(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
         )
     latest = lives[-1].last if lives else -math.inf
-    spans += [_ProcessSpan(ts, range(0), ts, 0, None) for ts in begins if ts > latest]
-    followers: list[_ProcessSpan | None] = [*spans[1:], None]
+    spans += [ProcessLifetime(ts, range(0), ts) for ts in begins if ts > latest]
+    followers: list[ProcessLifetime | None] = [*spans[1:], None]
     return [_with_last_event(span, after, events) for span, after in zip(spans, followers, strict=False)]
 
 
-def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Sequence[RunEvent]) -> _ProcessSpan:
+def _with_last_event(
+    span: ProcessLifetime, after: ProcessLifetime | None, events: Sequence[RunEvent]
+) -> ProcessLifetime:
     """Extend a span to the event of its last save, which may come after the last heartbeat of the process.
 
     Events of the launcher about a dead process do not count.
@@ -143,7 +137,7 @@ def _with_last_event(span: _ProcessSpan, after: _ProcessSpan | None, events: Seq
         for event in events
         if span.begin <= event.ts < until and event.kind in _ENDS and "launcher" not in event.details
     ]
-    return span._replace(last=max([span.last, *signs]))
+    return span._replace(end=max([span.end, *signs]))
 
 
 class _RowIntervals:
@@ -188,10 +182,10 @@ class _RowIntervals:
         spent[TimeCause.DATA] += waited
         spent[TimeCause.PRODUCTIVE] += stepped
 
-    def attribute_end(self, span: _ProcessSpan, spent: _Spent) -> None:
+    def attribute_end(self, span: ProcessLifetime, spent: _Spent) -> None:
         """Attribute the time from the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
-        duration, steps = span.last - lead.ts[row], max(0, span.last_step - lead.step[row])
+        duration, steps = span.end - lead.ts[row], max(0, span.last_step - lead.step[row])
         evaluated = min(duration, self._evaluated.get(row, 0.0))
         stepping = min(duration - evaluated, steps * self._pace)
         left = duration - evaluated - stepping

@@ -18,6 +18,7 @@ from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.status import describe_findings
 from nsa_train.watch.trends import smoothed_last
 from nsa_train.watch.view.formatting import (
+    EVENT_MARKS,
     PLACED_METRICS,
     STATE_MARKS,
     accuracy_text,
@@ -36,7 +37,7 @@ from nsa_train.watch.view.measured_goodput import TimeCause
 from nsa_train.watch.view.summary import RunSnapshot
 from nsa_train.watch.view.terminal_plot import QUIET, PlotCurve, beside, braille_plot, ends, fit, level, line, title
 
-_STATE_STYLES = {"good": "bold green", "": "bold", "warn": "bold yellow", "crit": "bold red"}
+_STYLES = {"good": "bold green", "calm": "", "": "bold", "warn": "bold yellow", "crit": "bold red"}
 _LEVEL_MARKS = {AlertLevel.CRITICAL: ("✗ critical", "bold red"), AlertLevel.WARNING: ("▲ warning", "yellow")}
 _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
@@ -84,7 +85,7 @@ def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
 def _header(snapshot: RunSnapshot, width: int) -> Text:
     mark, level = STATE_MARKS[snapshot.state]
     run, lead = snapshot.run, snapshot.run.lead
-    left = line((f"{mark} {snapshot.state}", _STATE_STYLES[level]), "  ", (plain(run.name, 60), "bold"))
+    left = line((f"{mark} {snapshot.state}", _STYLES[level]), "  ", (plain(run.name, 60), "bold"))
     step, target = lead.last.get("step", 0), run.target_steps
     words = f"step {step:,}"
     if target:
@@ -302,15 +303,6 @@ def _findings(snapshot: RunSnapshot, width: int, room: int) -> list[Text]:
     return lines
 
 
-_EVENT_STYLES = {
-    EventKind.ERROR: "bold red", EventKind.HALT: "bold yellow", EventKind.STALL: "bold red", EventKind.SKIPPED_STEP:
-    "yellow",
-    EventKind.ROLLBACK: "yellow", EventKind.RESTART: "yellow", EventKind.CHECKPOINT_REJECTED: "bold red",
-    EventKind.WAITING: "yellow", EventKind.DONE: "green",
-    EventKind.FINDING: "yellow", EventKind.HALT_ASKED: "bold yellow",
-}  # fmt: skip
-
-
 def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
     if room < 2:
         return []
@@ -318,7 +310,7 @@ def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
     if not events:
         lines.append(Text("none yet", QUIET))
     for event in list(events)[:-room:-1]:
-        style = _EVENT_STYLES.get(event.kind, "")
+        style = _STYLES[EVENT_MARKS[event.kind].style] if event.kind in EVENT_MARKS else ""
         words = event.kind.value.replace("_", " ")
         lines.append(
             line((f"{clock(event.ts)} ", QUIET), (f"{words:12}", style), f" step {event.step:<8,} ", event_text(event))

@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, MetricFormat
@@ -14,7 +14,9 @@ from nsa_train.record.run_data import RANK_COLUMNS, SHARES, RunData
 from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.view.downsample import buckets, nice_step
 from nsa_train.watch.view.formatting import (
+    EVENT_MARKS,
     PLACED_METRICS,
+    EventMark,
     accuracy_text,
     clock,
     count,
@@ -302,31 +304,6 @@ _TOGETHER = 7.0
 """Pixels; closer symbols of the same kind are merged into one."""
 
 
-class _TimelineMark(NamedTuple):
-    lane: str
-    symbol: str
-    style: str
-
-
-_MARKS = {
-    EventKind.START: _TimelineMark("starts and ends", "▶", "good"),
-    EventKind.RESTART: _TimelineMark("starts and ends", "↻", "warn"),
-    EventKind.DONE: _TimelineMark("starts and ends", "✓", "good"),
-    EventKind.WAITING: _TimelineMark("starts and ends", "…", "warn"),
-    EventKind.STOP: _TimelineMark("starts and ends", "■", "warn"),
-    EventKind.HALT: _TimelineMark("starts and ends", "■", "warn"),
-    EventKind.ERROR: _TimelineMark("starts and ends", "✗", "crit"),
-    EventKind.SAVE: _TimelineMark("checkpoints", "◆", "calm"),
-    EventKind.COPY_FAILED: _TimelineMark("checkpoints", "✗", "warn"),
-    EventKind.CHECKPOINT_REJECTED: _TimelineMark("checkpoints", "✗", "crit"),
-    EventKind.EVALUATION: _TimelineMark("evaluations", "○", "calm"),
-    EventKind.EVALUATION_FAILED: _TimelineMark("evaluations", "✗", "warn"),
-    EventKind.SKIPPED_STEP: _TimelineMark("problems", "×", "warn"),
-    EventKind.ROLLBACK: _TimelineMark("problems", "↶", "warn"),
-    EventKind.STALL: _TimelineMark("problems", "▲", "crit"),
-    EventKind.FINDING: _TimelineMark("findings", "▲", "warn"),
-    EventKind.HALT_ASKED: _TimelineMark("findings", "■", "warn"),
-}
 _LANES = ("processes", "starts and ends", "checkpoints", "evaluations", "problems", "findings")
 
 
@@ -371,8 +348,8 @@ def timeline(events: Sequence[RunEvent], wall: Goodput) -> str:
     return "".join(parts) + "</svg>"
 
 
-def _mark(group: Sequence[RunEvent]) -> _TimelineMark:
-    mark = _MARKS[group[0].kind]
+def _mark(group: Sequence[RunEvent]) -> EventMark:
+    mark = EVENT_MARKS[group[0].kind]
     if group[0].kind != EventKind.FINDING:
         return mark
     if any(event.details.get("level") == AlertLevel.CRITICAL for event in group):
@@ -384,7 +361,7 @@ def _grouped(events: Sequence[RunEvent], x: Callable[[float], float]) -> list[li
     groups: list[list[RunEvent]] = []
     newest: dict[EventKind, list[RunEvent]] = {}
     for event in events:
-        if event.kind not in _MARKS:
+        if event.kind not in EVENT_MARKS:
             continue
         group = newest.get(event.kind)
         if group is not None and x(event.ts) - x(group[0].ts) < _TOGETHER:
