@@ -11,7 +11,7 @@ from nsa_train.record import halt_file
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import CONDITIONS, HealthLimits
-from nsa_train.watch.hang_diagnosis import HangDiagnosis, ranks_behind
+from nsa_train.watch.hang_diagnosis import diagnose_hang, ranks_behind
 from nsa_train.watch.run_reader import RunReader
 from nsa_train.watch.status import RunPhase
 from nsa_train.watch.watchdog import Watchdog, watch
@@ -267,9 +267,7 @@ def test_a_signal_goes_only_to_a_process_that_writes_the_runs_files(tmp_path):
     watched.lines.close()
     (tmp_path / names.stackdump(0, os.getpid())).touch()
     watched.dog.check()
-    (line,) = HangDiagnosis(
-        tmp_path, list(watched.dog._reader.history.ranks.values())
-    ).collect()  # USR1 would end this process
+    (line,) = diagnose_hang(tmp_path, list(watched.dog._reader.history.ranks.values()))  # USR1 would end this process
     assert line.startswith(f"rank 0: process {os.getpid()} is not running")
 
 

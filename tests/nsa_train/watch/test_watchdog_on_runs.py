@@ -12,7 +12,7 @@ from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.heartbeat_record import last_beat
 from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import HealthLimits
-from nsa_train.watch.hang_diagnosis import HangDiagnosis
+from nsa_train.watch.hang_diagnosis import diagnose_hang
 from nsa_train.watch.history import RunHistory
 from nsa_train.watch.smoke import smoke
 from nsa_train.watch.status import RunPhase
@@ -143,7 +143,7 @@ def test_a_missed_collective_names_the_rank_that_missed_it(tmp_path):
             JsonLines(tmp_path / names.heartbeat(rank)).close()
             history.add(a_beat(names.ALIVE, 1, 0.0, rank=rank, pid=process.pid - rank), 0.0)
         assert ranks[0].stdout.readline() == "second\n"
-        lines = list(HangDiagnosis(tmp_path, list(history.ranks.values()), wait_s=20.0).collect())
+        lines = list(diagnose_hang(tmp_path, history.ranks.values(), wait_s=20.0))
         assert all(process.poll() is None for process in ranks), "the question must not end a process"
     finally:
         for process in ranks:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,61 +26,61 @@ _STATES = {
 _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
 
 
-class HangDiagnosis:
-    """Collects the dumps of all ranks; waits `wait_s` for all of them together."""
+def diagnose_hang(
+    folder: Path, logs: Iterable[RankLog], wait_s: float = 5.0, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[str]:
+    """Request the dumps of these ranks, wait `wait_s` for all together, and yield log lines about the result."""
+    requested: dict[int, tuple[int, int]] = {}
+    began = time.time_ns()
+    for log in logs:
+        rank, pid = log.rank, log.last.pid
+        dump = folder / names.stackdump(rank, pid)
+        if log.ended:
+            continue
+        if writes_to(pid, (dump,)) is not True:
+            yield f"rank {rank}: process {pid} is not running, no stack dump"
+            continue
+        size = dump.stat().st_size
+        if _send(pid, signal.SIGUSR1):
+            requested[rank] = (pid, size)
+    silent = _wait(folder, requested, wait_s, sleep)
+    for rank, (pid, _) in requested.items():
+        if rank in silent:
+            yield f"rank {rank}: process {pid} wrote no stack dump; its state: {_state_of(pid)}"
+        else:
+            yield f"rank {rank}: stack dump of process {pid}: {names.stackdump(rank, pid)}"
+    traces = dict(_collectives(folder, requested, began))
+    if traces:
+        yield f"last collectives of ranks {sorted(traces)}: {names.COLLECTIVES}"
+    yield from ranks_behind(traces)
 
-    def __init__(
-        self, folder: Path, logs: Sequence[RankLog], wait_s: float = 5.0, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._folder, self._wait_s, self._sleep = folder, wait_s, sleep
-        self._logs = [log for log in logs if not log.ended]
 
-    def collect(self) -> Iterator[str]:
-        """Request the dumps and yield log lines about the result."""
-        requested: dict[int, tuple[int, int]] = {}
-        began = time.time_ns()
-        for log in self._logs:
-            rank, pid = log.rank, log.last.pid
-            dump = self._folder / names.stackdump(rank, pid)
-            if writes_to(pid, (dump,)) is not True:
-                yield f"rank {rank}: process {pid} is not running, no stack dump"
-                continue
-            size = dump.stat().st_size
-            if _send(pid, signal.SIGUSR1):
-                requested[rank] = (pid, size)
-        silent = self._wait(requested)
-        for rank, (pid, _) in requested.items():
-            if rank in silent:
-                yield f"rank {rank}: process {pid} wrote no stack dump; its state: {_state_of(pid)}"
-            else:
-                yield f"rank {rank}: stack dump of process {pid}: {names.stackdump(rank, pid)}"
-        traces = dict(self._records(requested, began))
-        if traces:
-            yield f"last collectives of ranks {sorted(traces)}: {names.COLLECTIVES}"
-        yield from ranks_behind(traces)
+def _wait(
+    folder: Path, requested: Mapping[int, tuple[int, int]], left_s: float, sleep: Callable[[float], None]
+) -> set[int]:
+    """Ranks without a stack dump when the time is up."""
+    while True:
+        sizes = {rank: _size(folder / names.stackdump(rank, pid)) for rank, (pid, _) in requested.items()}
+        silent = {rank for rank, (_, before) in requested.items() if sizes[rank] <= before}
+        if not silent or left_s <= 0:
+            break
+        left_s -= _POLL_S
+        sleep(_POLL_S)
+    if requested:
+        sleep(10 * _POLL_S)  # the collectives are written shortly after the stacks
+    return silent
 
-    def _wait(self, requested: Mapping[int, tuple[int, int]]) -> set[int]:
-        """Ranks without a stack dump when the time is up."""
-        left = self._wait_s
-        while True:
-            sizes = {rank: _size(self._folder / names.stackdump(rank, pid)) for rank, (pid, _) in requested.items()}
-            silent = {rank for rank, (_, before) in requested.items() if sizes[rank] <= before}
-            if not silent or left <= 0:
-                break
-            left -= _POLL_S
-            self._sleep(_POLL_S)
-        if requested:
-            self._sleep(10 * _POLL_S)  # the collectives are written shortly after the stacks
-        return silent
 
-    def _records(self, requested: Mapping[int, tuple[int, int]], since_ns: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        for rank, (pid, _) in requested.items():
-            path = self._folder / names.collectives(rank, pid)
-            # A single process has none; a rank that cannot respond may have an older one.
-            if path.exists() and path.stat().st_mtime_ns >= since_ns - _CLOCK_TICK_NS:
-                record, _ = record_files.read_section(path)
-                if record is not None:
-                    yield rank, record
+def _collectives(
+    folder: Path, requested: Mapping[int, tuple[int, int]], since_ns: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    for rank, (pid, _) in requested.items():
+        path = folder / names.collectives(rank, pid)
+        # A single process has none; a rank that cannot respond may have an older one.
+        if path.exists() and path.stat().st_mtime_ns >= since_ns - _CLOCK_TICK_NS:
+            record, _ = record_files.read_section(path)
+            if record is not None:
+                yield rank, record
 
 
 def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:

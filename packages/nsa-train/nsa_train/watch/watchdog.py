@@ -21,7 +21,7 @@ from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import GATE_BRANCHES
 from nsa_train.terminal_text import printable
 from nsa_train.watch.conditions import AlertLevel, HealthFinding, HealthLimits
-from nsa_train.watch.hang_diagnosis import HangDiagnosis
+from nsa_train.watch.hang_diagnosis import diagnose_hang
 from nsa_train.watch.health import examine
 from nsa_train.watch.history import RankLog
 from nsa_train.watch.run_reader import RunReader
@@ -113,7 +113,7 @@ class Watchdog:
 
     def _act(self, due: Sequence[HealthFinding]) -> None:
         if any(finding.name in _BY_AGE and not finding.condition.process_ended for finding in due):
-            for line in HangDiagnosis(self.folder, list(self._reader.local())).collect():
+            for line in diagnose_hang(self.folder, self._reader.local()):
                 self.log(line)
         first = due[0]
         self._record_cause(first)
