@@ -44,7 +44,7 @@ class PrometheusGauge(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordField:
+class _RecordField:
     """One field of a heartbeat record, as `_field` described it, with its name and type."""
 
     about: str
@@ -71,8 +71,8 @@ class RecordField:
 
 
 def _field(about: str, *, gauge: str | PrometheusGauge | None = None, required: bool = False, **definition: Any) -> Any:
-    """Define a field; `definition` are fields of `RecordField`."""
-    described = RecordField(
+    """Define a field; `definition` are fields of `_RecordField`."""
+    described = _RecordField(
         about=about, gauge=PrometheusGauge(gauge) if isinstance(gauge, str) else gauge, **definition
     )
     assert (gauge is None) == bool(described.no_gauge), "a field has a Prometheus gauge or the reason why it has none"
@@ -245,10 +245,10 @@ class HeartbeatRecord:
         return numbers
 
 
-RECORD_FIELDS: Mapping[str, RecordField] = {
+RECORD_FIELDS: Mapping[str, _RecordField] = {
     each.name: replace(each.metadata["definition"], name=each.name, type=each.type) for each in fields(HeartbeatRecord)
 }
-METRICS: Mapping[str, RecordField] = {name: each for name, each in RECORD_FIELDS.items() if each.is_metric}
+METRICS: Mapping[str, _RecordField] = {name: each for name, each in RECORD_FIELDS.items() if each.is_metric}
 METRIC_COLUMNS = (*METRICS, *(column for each in RECORD_FIELDS.values() for column in each.columns))
 REQUIRED_FIELDS = tuple(each.name for each in fields(HeartbeatRecord) if each.default is MISSING and each.name != "iso")
 """Readers need them; `iso` is for people."""
@@ -266,7 +266,7 @@ _CHECK_OF_TYPE: Mapping[Any, value_checks.Check] = {
 _AMOUNTS = (MetricFormat.COUNT, MetricFormat.DURATION, MetricFormat.MEMORY)
 
 
-def _check(field: RecordField) -> value_checks.Check:
+def _check(field: _RecordField) -> value_checks.Check:
     if field.type == float | None and field.format in _AMOUNTS:
         return value_checks.amount
     return next(check for kind, check in _CHECK_OF_TYPE.items() if field.type in (kind, kind | None))

@@ -45,7 +45,7 @@ class EvaluationRecord(NamedTuple):
     """NaN: not recorded."""
 
 
-class GateShares(NamedTuple):
+class _GateShares(NamedTuple):
     """Gate shares by layer at one step."""
 
     step: int
@@ -53,7 +53,7 @@ class GateShares(NamedTuple):
 
 
 @dataclass
-class ProcessRecord:
+class _ProcessRecord:
     """One process of a rank, from its heartbeats."""
 
     pid: int
@@ -104,7 +104,7 @@ class RankSeries:
         self.superseded = bytearray()
         self.columns = {name: array("d") for name in columns}
         self._gates = ThinnedSeries()
-        self.processes: list[ProcessRecord] = []
+        self.processes: list[_ProcessRecord] = []
         self.last: Mapping[str, Any] = {}
         self.last_progress: Mapping[str, Any] = {}
         self._counted_to = 0
@@ -116,7 +116,7 @@ class RankSeries:
     def add(self, record: Mapping[str, Any]) -> None:
         ts, step, msg = record["ts"], record["step"], record["msg"]
         if not self.processes or msg == names.START or record["pid"] != self.processes[-1].pid:
-            self.processes.append(ProcessRecord(record["pid"], ts, step, len(self)))
+            self.processes.append(_ProcessRecord(record["pid"], ts, step, len(self)))
             self._counted_to = step if msg == names.START else max(0, step - 1)
         if msg in _STEP_RESET:
             self._supersede(step)
@@ -139,13 +139,13 @@ class RankSeries:
             return values
         return array(values.typecode, compress(values, self.superseded.translate(_INVERTED)))
 
-    def gates(self) -> list[GateShares]:
+    def gates(self) -> list[_GateShares]:
         """Gate shares by layer of evenly spaced records over the whole run, without repeated steps."""
-        shares: list[GateShares] = []
+        shares: list[_GateShares] = []
         for step, by_layer in self._gates.items():
             while shares and shares[-1].step >= step:
                 shares.pop()
-            shares.append(GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
+            shares.append(_GateShares(step, [[_number(share) for share in layer] for layer in by_layer]))
         return shares
 
     def _add_row(self, record: Mapping[str, Any]) -> None:

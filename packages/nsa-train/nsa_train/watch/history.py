@@ -73,7 +73,7 @@ _SETTINGS: dict[str, tuple[str, value_checks.Check]] = {
 
 
 @dataclass
-class ProgressSpan:
+class _ProgressSpan:
     """Consecutive progress records, together at least `_SPAN_S` seconds of training."""
 
     seconds: float
@@ -82,7 +82,7 @@ class ProgressSpan:
     gpu_mem_alloc: float
     gpu_mem_reserved: float
 
-    def add(self, other: "ProgressSpan") -> None:
+    def add(self, other: "_ProgressSpan") -> None:
         together = self.seconds + other.seconds
         self.toks_per_s = (self.toks_per_s * self.seconds + other.toks_per_s * other.seconds) / together
         self.seconds = together
@@ -108,8 +108,8 @@ class RankLog:
     """Step at which the current process started or resumed."""
     losses: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) up to the current step, including earlier processes; thinned when there are too many."""
-    spans: deque[ProgressSpan] = field(default_factory=lambda: deque(maxlen=_SPANS))
-    first_spans: list[ProgressSpan] = field(default_factory=list)
+    spans: deque[_ProgressSpan] = field(default_factory=lambda: deque(maxlen=_SPANS))
+    first_spans: list[_ProgressSpan] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
@@ -158,7 +158,7 @@ class RankLog:
             # The first record of a process measures compilation and warm-up.
             seconds = beat.step_s * max(1, beat.step - self.progress[-1].step)
             memory = (beat.host_mem_rss or 0.0, beat.gpu_mem_alloc or 0.0, beat.gpu_mem_reserved or 0.0)
-            span = ProgressSpan(seconds, beat.toks_per_s, *memory)
+            span = _ProgressSpan(seconds, beat.toks_per_s, *memory)
             if self.spans and self.spans[-1].seconds < _SPAN_S:
                 self.spans[-1].add(span)
             elif span.seconds > 0:

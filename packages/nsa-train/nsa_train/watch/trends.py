@@ -69,7 +69,7 @@ def spread(values: Sequence[float]) -> float:
     return 1.4826 * median(bends) / math.sqrt(6) if bends else 0.0
 
 
-class SustainedRise(NamedTuple):
+class _SustainedRise(NamedTuple):
     lowest: float
     """The lowest mean of earlier values."""
     now: float
@@ -82,7 +82,7 @@ class SustainedRise(NamedTuple):
         return (self.now - self.lowest) / abs(self.lowest) if self.lowest else math.inf
 
 
-def rise(values: Sequence[float], size: int) -> SustainedRise | None:
+def rise(values: Sequence[float], size: int) -> _SustainedRise | None:
     """Compare the mean of the last `size` values with the lowest mean of earlier blocks of `size` values.
 
     None with fewer than two blocks, or without a rise. The noise is the larger of the standard error of the two means
@@ -98,7 +98,7 @@ def rise(values: Sequence[float], size: int) -> SustainedRise | None:
         return None
     between = math.sqrt(2) * spread([fmean(block) for block in blocks[1:]])
     noise = max(math.sqrt((variance(last) + variance(lowest)) / size), between)
-    return SustainedRise(fmean(lowest), fmean(last), difference / noise if noise else math.inf)
+    return _SustainedRise(fmean(lowest), fmean(last), difference / noise if noise else math.inf)
 
 
 def creep(values: Sequence[float], least: float) -> float | None:

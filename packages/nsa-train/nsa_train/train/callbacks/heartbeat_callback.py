@@ -26,7 +26,7 @@ from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callb
 from nsa_train.train.kernel_choices import kernel_choices
 
 
-class ForwardTimer:
+class _ForwardTimer:
     """Time of this rank's own forward passes, measured by hooks of the model; on a GPU by events, which do not block.
 
     Under ddp nothing in a forward pass waits for other ranks, so a slow rank shows.
@@ -97,7 +97,7 @@ class HeartbeatCallback(Callback):
     _first: bool = True
     _lines: JsonLines = field(init=False)
     _last_beat: float = 0.0
-    _timer: ForwardTimer = field(default_factory=ForwardTimer)
+    _timer: _ForwardTimer = field(default_factory=_ForwardTimer)
 
     def __post_init__(self) -> None:
         self._lines = JsonLines(self.path)

@@ -49,7 +49,7 @@ _STARTS = (EventKind.START, EventKind.RESTART)
 _ENDS = (EventKind.SAVE, EventKind.HALT, EventKind.STOP, EventKind.DONE, EventKind.ERROR)
 
 
-class ProcessLifetime(NamedTuple):
+class _ProcessLifetime(NamedTuple):
     """Lifetime of one process on the wall clock, from its start event to its last sign of life."""
 
     begin: float
@@ -66,7 +66,7 @@ class Goodput:
     begin: float
     end: float
     seconds: dict[TimeCause, float]
-    lives: list[ProcessLifetime] = field(default_factory=list)
+    lives: list[_ProcessLifetime] = field(default_factory=list)
 
     @property
     def total(self) -> float:
@@ -104,7 +104,7 @@ def goodput(
     return result
 
 
-def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[ProcessLifetime]:
+def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[_ProcessLifetime]:
     """Combines heartbeats and start events of each process; a process that died before its first heartbeat counts."""
     begins = sorted(event.ts for event in events if event.kind in _STARTS)
     lives = lead.processes
@@ -113,20 +113,20 @@ def _spans(lead: RankSeries, events: Sequence[RunEvent]) -> list[ProcessLifetime
     for number, (process, row_end) in enumerate(zip(lives, row_ends, strict=True)):
         earlier = lives[number - 1].last if number else -math.inf
         mine = [ts for ts in begins if earlier < ts <= process.begin]
-        spans += [ProcessLifetime(ts, range(0), ts) for ts in mine[:-1]]
+        spans += [_ProcessLifetime(ts, range(0), ts) for ts in mine[:-1]]
         begin = mine[-1] if mine else process.begin
         spans.append(
-            ProcessLifetime(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
+            _ProcessLifetime(begin, range(process.first_row, row_end), process.last, process.last_step, process.ending)
         )
     latest = lives[-1].last if lives else -math.inf
-    spans += [ProcessLifetime(ts, range(0), ts) for ts in begins if ts > latest]
-    followers: list[ProcessLifetime | None] = [*spans[1:], None]
+    spans += [_ProcessLifetime(ts, range(0), ts) for ts in begins if ts > latest]
+    followers: list[_ProcessLifetime | None] = [*spans[1:], None]
     return [_with_last_event(span, after, events) for span, after in zip(spans, followers, strict=False)]
 
 
 def _with_last_event(
-    span: ProcessLifetime, after: ProcessLifetime | None, events: Sequence[RunEvent]
-) -> ProcessLifetime:
+    span: _ProcessLifetime, after: _ProcessLifetime | None, events: Sequence[RunEvent]
+) -> _ProcessLifetime:
     """Extend a span to the event of its last save, which may come after the last heartbeat of the process.
 
     Events of the launcher about a dead process do not count.
@@ -182,7 +182,7 @@ class _RowIntervals:
         spent[TimeCause.DATA] += waited
         spent[TimeCause.PRODUCTIVE] += stepped
 
-    def attribute_end(self, span: ProcessLifetime, spent: _Spent) -> None:
+    def attribute_end(self, span: _ProcessLifetime, spent: _Spent) -> None:
         """Attribute the time from the last row to the end of the process: unrecorded steps, then saving and exiting."""
         lead, row = self._lead, span.rows[-1]
         duration, steps = span.end - lead.ts[row], max(0, span.last_step - lead.step[row])
