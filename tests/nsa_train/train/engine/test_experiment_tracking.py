@@ -63,7 +63,7 @@ def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
 
 
 def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
-    monkeypatch.setattr("nsa_train.record.background_logger._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("nsa_train.train.engine.experiment_tracking._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
     logger = BackgroundLogger(Service(slow=hang), warnings.append)
     for step in range(3000):
@@ -76,7 +76,7 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
 
 def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
     """Too few records to fill the queue, and no error yet: without a warning they would be missed by nobody."""
-    monkeypatch.setattr("nsa_train.record.background_logger._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("nsa_train.train.engine.experiment_tracking._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
     logger = BackgroundLogger(Service(slow=hang), warnings.append)
     logger.log(1, {})
