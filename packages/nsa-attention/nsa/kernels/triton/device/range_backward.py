@@ -15,7 +15,6 @@ from nsa.kernels.triton.device.tile import (
     dot,
     dot_rows,
     edge_tile,
-    finite,
     group_at,
     heads_at,
     heads_with_range,
@@ -42,13 +41,6 @@ def probabilities(s, lse, visible, scale):
         level = tl.where(lse == float("-inf"), 0.0, lse)
         p = tl.exp2(tl.where(visible, s * (scale * LOG2E) - level * LOG2E, float("-inf")))
     return p
-
-
-@triton.jit
-def score_gradients(p, dp, delta, visible, scale):
-    """dS; 0 where hidden, also beside rows that are not finite."""
-    ds = p * (dp - delta) * scale
-    return ds if visible is None else tl.where(visible, ds, 0.0)
 
 
 @triton.jit
@@ -97,10 +89,10 @@ def dq_tile(n, q1, q2, do1, do2, k, v, k_t, v_t, lo_M, hi_M, lse_M, delta_M, end
     visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None]) if MASKED else None
     p = probabilities(s, lse_M[:, None], visible, scale)
     dp, _, _ = dot_rows(do1, do2, v, v_at, inside, V, V1, V2, WIDE)
-    ds = rounded(score_gradients(p, dp, delta_M[:, None], visible, scale), WIDE, k.dtype.element_ty)
-    dq1 += dot(ds, finite(k1) if MASKED else k1)
+    ds = rounded(p * (dp - delta_M[:, None]) * scale, WIDE, k.dtype.element_ty)
+    dq1 += dot(ds, k1)
     if K2 > 0:
-        dq2 += dot(ds, finite(k2) if MASKED else k2)
+        dq2 += dot(ds, k2)
     return dq1, dq2
 
 
@@ -191,14 +183,14 @@ def dkv_tile(m, end, at, k1, k2, v1, v2, q, dout, lo, hi, lse, delta, scale, b, 
     )  # fmt: skip
     visible = (at[:, None] >= lo_M[None, :]) & (at[:, None] < hi_M[None, :]) if MASKED else None
     p = probabilities(s, lse_M[None, :], visible, scale)
-    ds = rounded(score_gradients(p, dp, delta_M[None, :], visible, scale), WIDE, q.dtype.element_ty)
+    ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
     p = rounded(p, WIDE, q.dtype.element_ty)
-    dv1 += dot(p, finite(do1) if MASKED else do1)
-    dk1 += dot(ds, finite(q1) if MASKED else q1)
+    dv1 += dot(p, do1)
+    dk1 += dot(ds, q1)
     if V2 > 0:
-        dv2 += dot(p, finite(do2) if MASKED else do2)
+        dv2 += dot(p, do2)
     if K2 > 0:
-        dk2 += dot(ds, finite(q2) if MASKED else q2)
+        dk2 += dot(ds, q2)
     return dk1, dk2, dv1, dv2
 
 

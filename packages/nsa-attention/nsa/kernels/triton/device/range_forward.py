@@ -23,7 +23,6 @@ from nsa.kernels.triton.device.tile import (
     store_both,
     tiles_of_range,
     weigh,
-    weigh_visible,
     zeros_both,
 )
 
@@ -42,12 +41,7 @@ def attend_tile(n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, a
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         s = tl.where(visible, s, float("-inf"))
     e, top, total, decay = soften(s, top, total)
-    if MASKED:
-        acc1, acc2, total = weigh_visible(
-            acc1, acc2, total, decay, e, visible, v, v_at, inside, V, V1, V2, WIDE
-        )  # fmt: skip
-    else:
-        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
     return top, total, acc1, acc2
 
 

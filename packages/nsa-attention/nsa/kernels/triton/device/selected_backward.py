@@ -7,14 +7,13 @@ to slots, which `add_slots` adds, in order. No atomics: the same bits every time
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton.device.range_backward import probabilities, products, score_gradients, store_gradients
+from nsa.kernels.triton.device.range_backward import probabilities, products, store_gradients
 from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, rows_to_mask, slots_of
 from nsa.kernels.triton.device.tile import (
     INTERPRETED,
     VARYING,
     add_partial_rows,
     dot,
-    finite,
     group_at,
     heads_at,
     heads_of,
@@ -68,16 +67,16 @@ def window_gradients(m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q
         end_M = ends_of(begin_M, tl.load(last + b * S + query, mask=ok, other=-1), window, L)
         visible = (at[:, None] >= begin_M[None, :]) & (at[:, None] <= end_M[None, :])
     p = probabilities(s, lse_M[None, :], visible, scale)
-    ds = rounded(score_gradients(p, dp, delta_M[None, :], visible, scale), WIDE, q.dtype.element_ty)
+    ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
     p = rounded(p, WIDE, q.dtype.element_ty)
-    dv1 += dot(p, finite(do1) if MASKED else do1)
-    dk1 += dot(ds, finite(q1) if MASKED else q1)
+    dv1 += dot(p, do1)
+    dk1 += dot(ds, q1)
     to = ((query * (G * 2 * N) + here) * CUTS + cut) * R + head
     store_rows(slot, to * K, ok, dot(tl.trans(ds), k1), K, 0, K1)
     if V2 > 0:
-        dv2 += dot(p, finite(do2) if MASKED else do2)
+        dv2 += dot(p, do2)
     if K2 > 0:
-        dk2 += dot(ds, finite(q2) if MASKED else q2)
+        dk2 += dot(ds, q2)
         store_rows(slot, to * K, ok, dot(tl.trans(ds), k2), K, K1, K2)
     return dk1, dk2, dv1, dv2
 
@@ -99,9 +98,6 @@ def selected_backward_kernel(
     step, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
-    k1 = finite(k1)  # the log-sum-exps of queries that see a key or value that is not finite are NaN
-    if K2 > 0:
-        k2 = finite(k2)
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
     dv1, dv2 = zeros_both(BLOCK_N, V1, V2)
 

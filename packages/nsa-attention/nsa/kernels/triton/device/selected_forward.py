@@ -14,14 +14,12 @@ from nsa.kernels.triton.device.tile import (
     VARYING,
     divisor,
     dot,
-    finite,
     group_at,
     heads_at,
     heads_of,
     load_both,
     load_rows,
     log_sum,
-    not_finite,
     rounded,
     store_both,
     store_rows,
@@ -76,13 +74,6 @@ def selected_forward_kernel(
     _, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
-    # A value that is not finite marks its key instead, which masks hide.
-    spoiled = not_finite(v1, v2, V2)[:, None]
-    k1, v1 = tl.where(spoiled, float("nan"), k1), finite(v1)
-    if K2 > 0:
-        k2 = tl.where(spoiled, float("nan"), k2)
-    if V2 > 0:
-        v2 = finite(v2)
 
     q += group_at(b, g, q_b, q_g)
     slots_before = (b * S * G + g) * (2 * N * CUTS * R)

@@ -214,36 +214,6 @@ def weigh(acc1, acc2, decay, e, v, v_at, ok, V: tl.constexpr, V1: tl.constexpr, 
 
 
 @triton.jit
-def finite(x):
-    """Replace NaN and infinities by 0 in what hidden rows multiply by a weight of 0: 0 · NaN is NaN."""
-    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
-
-
-@triton.jit
-def not_finite(x1, x2, N2: tl.constexpr):
-    """Which rows have a number that is NaN or infinite."""
-    bad = tl.max(tl.where(tl.abs(x1) < float("inf"), 0, 1), 1)
-    if N2 > 0:
-        bad = tl.maximum(bad, tl.max(tl.where(tl.abs(x2) < float("inf"), 0, 1), 1))
-    return bad > 0
-
-
-@triton.jit
-def weigh_visible(acc1, acc2, total, decay, e, visible, v, v_at, ok,
-                  V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    """`weigh` where rows see different keys: a value that is not finite makes only the rows that see it NaN."""
-    p = rounded(e, WIDE, v.dtype.element_ty)
-    v1 = load_rows(v, v_at, ok, V, 0, V1, WIDE)
-    v2 = v1
-    acc1 = acc1 * decay[:, None] + dot(p, finite(v1))
-    if V2 > 0:
-        v2 = load_rows(v, v_at, ok, V, V1, V2, WIDE)
-        acc2 = acc2 * decay[:, None] + dot(p, finite(v2))
-    spoiled = tl.max(tl.where(visible & not_finite(v1, v2, V2)[None, :], 1, 0), 1) > 0
-    return acc1, acc2, tl.where(spoiled, float("nan"), total)
-
-
-@triton.jit
 def divisor(total):
     """Divisor of a whole row's weighted values; 1 if it saw nothing."""
     return tl.where(total == 0, 1.0, total)[:, None]
