@@ -31,7 +31,7 @@ OPTION = {
     ),
 }
 USE_OF_THE_OPTION = """
-from nsa_train.config.docs import pages
+from tools.docs.setting_pages import PAGES
 from nsa_train.config.schema import RunConfig, settings
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
@@ -57,7 +57,7 @@ exported = exported_config(run, 8, None)
 again = NSAConfig.from_dict(exported.to_dict())
 assert again.max_heads_per_page == 3 and again.attention_config() == run.attention
 assert RunConfig.model_validate(model_settings(again)).nsa.max_heads_per_page == 3
-row = next(line for line in pages()["CONFIG.md"].splitlines() if "`nsa.max_heads_per_page`" in line)
+row = next(line for line in PAGES["docs/CONFIG.md"]().splitlines() if "`nsa.max_heads_per_page`" in line)
 assert row == "| `nsa.max_heads_per_page` | a whole number ≥ 1 | `4` | heads | may change | Heads of one page. |", row
 assert "max_heads_per_page" in _OF_SPARSE_LAYERS
 """
@@ -86,7 +86,7 @@ PHI = {
 }
 USE_OF_THE_PHI = """
 import torch
-from nsa_train.config.docs import pages
+from tools.docs.setting_pages import PAGES
 from nsa_train.config.schema import RunConfig
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
@@ -104,7 +104,7 @@ tokens = torch.arange(80)[None] % 8
 model(tokens).sum().backward()
 assert model.blocks[0].attention.phi_v.w_last.grad.any()
 assert exported_config(run, 8, None).attention_config().compression.phi == "last"
-assert "w_last" in undecayed_parameters() and "weighted, softmax, linear, last, mlp" in pages()["CONFIG.md"]
+assert "w_last" in undecayed_parameters() and "weighted, softmax, linear, last, mlp" in PAGES["docs/CONFIG.md"]()
 figures = model_figures(run, 8)
 attention = model.blocks[0].attention
 assert figures.parameters.attention == sum(p.numel() for p in attention.parameters())
@@ -133,7 +133,6 @@ METRIC = {
     ),
 }
 USE_OF_THE_METRIC = f"""
-sys.path.append({str(ROOT)!r})
 import runpy
 from pathlib import Path
 from nsa_train import names
@@ -192,8 +191,7 @@ CONDITION = {
         '            yield "lr_zero", "learning rate 0"\n',
     ),
 }
-USE_OF_THE_CONDITION = f"""
-sys.path.append({str(ROOT)!r})
+USE_OF_THE_CONDITION = """
 import yaml
 from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.watch.conditions import HealthLimits, alert_rules
@@ -205,8 +203,8 @@ history = RunHistory()
 for step in range(1, 5):
     history.add(HeartbeatRecord.now(ts=float(step), rank=0, step=step, msg="progress", loss=1.0, lr=0.0), float(step))
 assert [finding.name for finding in examine(history, now=5.0, limits=HealthLimits())] == ["lr_zero"]
-rules = {{rule["alert"]: rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]}}
-assert 'nsa_findings{{condition="lr_zero"}} > 0' in rules["NSALrZero"]["expr"] and rules["NSALrZero"]["for"] == "300s"
+rules = {rule["alert"]: rule for group in yaml.safe_load(alert_rules())["groups"] for rule in group["rules"]}
+assert 'nsa_findings{condition="lr_zero"} > 0' in rules["NSALrZero"]["expr"] and rules["NSALrZero"]["for"] == "300s"
 assert rules["NSALrZero"]["annotations"]["summary"].endswith("learning rate of 0 for 3 records")
 assert any("`lr_zero`" in row and "check train.lr_schedule" in row for row in table().splitlines())
 """
@@ -225,7 +223,8 @@ def patched_tree(folder: Path, patch: dict[str, tuple[str, str]]) -> Path:
 
 
 def run_in(tree: Path, program: str) -> None:
-    check = f"import sys; sys.path.insert(0, {str(tree)!r})\nimport nsa; assert {str(tree)!r} in nsa.__file__\n"
+    paths = f"import sys; sys.path.insert(0, {str(tree)!r}); sys.path.append({str(ROOT)!r})"  # ROOT: for tools
+    check = f"{paths}\nimport nsa; assert {str(tree)!r} in nsa.__file__\n"
     environment = {"NSA_KERNEL": "portable", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", check + program], cwd=tree, capture_output=True, text=True, env=environment

@@ -1,4 +1,4 @@
-"""Compile reports as the Markdown table docs/kernels/passport.md: written, read back, and compared with a new build."""
+"""Compile reports as the Markdown table docs/kernels/COMPILE_REPORT.md: written, read, compared with a new build."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton.machine_code import MachineCode
 from proofs.compile_report.report import CompileReport
 
-TABLE = Path(__file__).parents[2] / "docs" / "kernels" / "passport.md"
+TABLE = Path(__file__).parents[2] / "docs" / "kernels" / "COMPILE_REPORT.md"
 MORE_REGISTERS = 8
 """Registers per thread that a build may use above the table's before it counts as worse."""
 

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for every GPU of the table; write docs/kernels/passport.md and a JSON file.
+"""Compile every Triton kernel for every GPU of the table; write docs/kernels/COMPILE_REPORT.md and a JSON file.
 
     python -m proofs.compile_report.write [sm_80 sm_90 …]      rewrite the table; GPUs not named keep their rows
     python -m proofs.compile_report.write --check sm_80        compare with the table, exit 1 if a kernel became worse

@@ -15,7 +15,7 @@ import typer
 from nsa.errors import ConfigError
 from nsa_train.cli.main import require_finite_numbers, run_app
 from nsa_train.cli.outputs import print_line, require_writable_folder, table_console
-from nsa_train.cli.sigterm import sigterm_as_interrupt
+from nsa_train.cli.startup import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -39,7 +39,7 @@ class FaultKind(StrEnum):
     REPLICA_DRIFT = "replica_drift"
     CLOCK_JUMP = "clock_jump"
     CHAOS = "chaos"
-    """Steps of at least `seconds`, and faults ordered while the run is going (`chaos.orders`); all ranks."""
+    """Steps of at least `seconds`, and faults requested while the run is going (`chaos.rank_commands`); all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class PlantedFault:
     """Single affected batches before that."""
     rank: int = 0
     seconds: float = 0.0
-    orders: str = ""
-    """Folder with orders for running ranks."""
+    commands: str = ""
+    """Folder with commands for running ranks."""
     save_every: int = 0
 
     def to_json(self) -> str:
@@ -181,11 +181,11 @@ def _clock_jump(fault: PlantedFault) -> None:
 
 
 def _chaos(fault: PlantedFault) -> None:
-    """Pace the steps, which changes no number, and follow the orders for this rank."""
+    """Pace the steps, which changes no number, and follow the commands for this rank."""
     from nsa_train.train.distributed import RankInfo
-    from proofs.drill.chaos.orders import OrderFollower
+    from proofs.drill.chaos.rank_commands import CommandFollower
 
-    follower = OrderFollower(Path(fault.orders), RankInfo.from_environment().rank, fault.save_every)
+    follower = CommandFollower(Path(fault.commands), RankInfo.from_environment().rank, fault.save_every)
     due = time.monotonic()
 
     def before(module: "StepSkippingTrainModule") -> None:

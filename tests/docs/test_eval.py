@@ -9,8 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nsa_train.cli.main import app
-from nsa_train.infer.evaluation.far_tasks import _CANDIDATES, _PAIRS, CHAINS, FAR_TASKS, HOPS
-from nsa_train.infer.evaluation.hay import BUILT_IN
+from nsa_train.infer.evaluation.far_tasks import _CANDIDATES, _PAIRS, BUILT_IN, CHAINS, FAR_TASKS, HOPS
 from nsa_train.record.evaluations import read_evaluations
 from tests.docs.blocks import blocks, nsa_commands, unknown_words
 from tests.trained_runs import save_run, settings

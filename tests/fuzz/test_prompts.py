@@ -17,7 +17,7 @@ from nsa_train.cli.main import app
 from nsa_train.convert.tokenizer_files import transformers_tokenizer
 from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
 from nsa_train.infer import LoadedModel, load_model
-from nsa_train.infer.text_stream import TextStream
+from nsa_train.infer.generate import TextStream
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import mutated_bytes
 from tests.trained_runs import write_run

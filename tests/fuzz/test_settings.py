@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from nsa.errors import ConfigError
 from nsa_train.config import load
-from nsa_train.config.describe import choices, plain
 from nsa_train.config.env import RETIRED, VARIABLES
 from nsa_train.config.load import _COMMAND_LINE
 from nsa_train.config.model_sections import PRESETS
 from nsa_train.config.schema import RETIRED_KEYS, RunConfig, settings
+from nsa_train.config.setting_types import choices, plain
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import STRANGE_VALUES, mutated_bytes
 

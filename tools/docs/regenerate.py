@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from nsa_train.config import docs as config_docs
 from nsa_train.watch.conditions import alert_rules
 from tools.docs import (
     draw_attention_map,
@@ -21,6 +20,7 @@ from tools.docs import (
     plan_pages,
     reference_pages,
     runbook_table,
+    setting_pages,
     site_search,
 )
 
@@ -39,7 +39,7 @@ def _dashboard() -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    **{f"docs/{name}": lambda name=name: config_docs.pages()[name] for name in config_docs.pages()},  # type: ignore[misc]
+    **setting_pages.PAGES,
     "docs/RUNBOOK.md": _runbook,
     "docs/attention_map.svg": draw_attention_map.text,
     "docs/layers_library.svg": draw_layers.library,

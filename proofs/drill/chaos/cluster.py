@@ -28,8 +28,8 @@ _DISK_MIB, _DISK_MIB_PER_STEP = 64, 0.02
 class ChaosCluster:
     def __init__(self, harness: DrillHarness, plan: ChaosPlan, settings: tuple[str, ...], *, nodes: bool) -> None:
         self._harness, self._plan = harness, plan
-        self.orders = harness.folder / "orders"
-        self.orders.mkdir()
+        self.commands = harness.folder / "commands"
+        self.commands.mkdir()
         self.mounted = mount_small_disk(harness, f"{_DISK_MIB + round(_DISK_MIB_PER_STEP * plan.steps)}m")
         self.run_folder = harness.run_folder
         self.services = ServiceControl(harness.folder / "services")
@@ -61,9 +61,9 @@ class ChaosCluster:
         arguments = self._harness.arguments(self._settings)
         fault = PlantedFault(
             kind=FaultKind.CHAOS,
-            marker=str(self.orders / "started"),
+            marker=str(self.commands / "started"),
             seconds=self._plan.pace_s,
-            orders=str(self.orders),
+            commands=str(self.commands),
             save_every=self._plan.save_every,
         )
         nproc = 1 if self.nodes else RANKS

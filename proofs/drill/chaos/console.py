@@ -53,7 +53,7 @@ def to_json(verdict: "ChaosVerdict") -> dict[str, Any]:
         "seconds": outcome.seconds if outcome is not None else {},
         "same_weights": outcome is not None and outcome.same_weights,
         "differing_steps": outcome.differing_steps if outcome is not None else None,
-        "unexplained": [str(sighting) for sighting in verdict.unexplained],
+        "unexplained": [str(observation) for observation in verdict.unexplained],
         "unmet": verdict.unmet,
         "holds": verdict.holds,
     }

@@ -38,8 +38,8 @@ class ChaosFault(StrEnum):
 
 
 @dataclass(frozen=True)
-class SightingPattern:
-    """Matches sightings by their kind and text; both are regular expressions, the kind must match whole."""
+class EventPattern:
+    """Matches observations by their kind and text; both are regular expressions, the kind must match whole."""
 
     kind: str
     text: str = ""
@@ -53,12 +53,12 @@ class FaultProfile:
     title: str
     cost_s: float
     """Expected time without productive steps, for the number of steps of a run of a given duration."""
-    named_by: tuple[SightingPattern, ...] = ()
+    named_by: tuple[EventPattern, ...] = ()
     """Any of these reports the fault. Empty for a fault that the run must absorb: nothing may be reported or
     restarted."""
     named_within_s: float = SLACK_S
-    explains: tuple[SightingPattern, ...] = ()
-    """Sightings that may occur from the fault until the run has continued."""
+    explains: tuple[EventPattern, ...] = ()
+    """Observations that may occur from the fault until the run has continued."""
     variants: tuple[str, ...] = ("",)
     lowest_victim: int = 0
     """Lowest rank that it may befall."""
@@ -71,22 +71,22 @@ class FaultProfile:
         return not self.named_by
 
 
-_RESTARTED = SightingPattern("launcher:restarted")
-_KILLED = SightingPattern("launcher:.*", "SIGKILL")
-_GONE = SightingPattern("finding:process_gone")
-_WAITING = SightingPattern("launcher:waits for nodes|finding:nodes_missing")
+_RESTARTED = EventPattern("launcher:restarted")
+_KILLED = EventPattern("launcher:.*", "SIGKILL")
+_GONE = EventPattern("finding:process_gone")
+_WAITING = EventPattern("launcher:waits for nodes|finding:nodes_missing")
 # The first failure of a rank makes the others fail too, and the launchers start them again from a checkpoint.
 _RESTARTS = (
-    SightingPattern("launcher:(restarted|given up)"),
-    SightingPattern("error|restart|lost_steps|finding:run_failed|log|exit"),
+    EventPattern("launcher:(restarted|given up)"),
+    EventPattern("error|restart|lost_steps|finding:run_failed|log|exit"),
     _GONE,
     _WAITING,
-    SightingPattern("finding:data_slow"),
+    EventPattern("finding:data_slow"),
 )
-_NOT_COPIED = (SightingPattern("log", "not copied to"), SightingPattern("copy_failed|finding:copy_failed"))
+_NOT_COPIED = (EventPattern("log", "not copied to"), EventPattern("copy_failed|finding:copy_failed"))
 _HALTS = (
-    SightingPattern("launcher:not restarted", "HALT|halted"),
-    SightingPattern("halt|halt_asked|halt_cleared|stop"),
+    EventPattern("launcher:not restarted", "HALT|halted"),
+    EventPattern("halt|halt_asked|halt_cleared|stop"),
 )
 
 PROFILES: Mapping[ChaosFault, FaultProfile] = {
@@ -103,30 +103,30 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
         named_within_s=TIMEOUT_S + SLACK_S, explains=_RESTARTS, may_be_followed=True, may_follow=True,
     ),
     ChaosFault.PREFETCH_KILLED: FaultProfile(
-        title="SIGKILL of a prefetch process", cost_s=32, named_by=(SightingPattern("launcher:.*", "exited with 21"),),
-        explains=(*_RESTARTS, SightingPattern("finding:out_of_memory")), may_be_followed=True,
+        title="SIGKILL of a prefetch process", cost_s=32, named_by=(EventPattern("launcher:.*", "exited with 21"),),
+        explains=(*_RESTARTS, EventPattern("finding:out_of_memory")), may_be_followed=True,
     ),
     ChaosFault.RANK_PAUSED: FaultProfile(title="SIGSTOP of a rank for 6 s", cost_s=7),
     ChaosFault.RANK_HUNG: FaultProfile(
         title="SIGSTOP of a rank, for good", cost_s=75,
-        named_by=(SightingPattern("finding:heartbeat_stall"),), named_within_s=STALL_S + SLACK_S,
-        explains=(*_RESTARTS, *_HALTS, SightingPattern("finding:(heartbeat_stall|throughput_zero)")),
+        named_by=(EventPattern("finding:heartbeat_stall"),), named_within_s=STALL_S + SLACK_S,
+        explains=(*_RESTARTS, *_HALTS, EventPattern("finding:(heartbeat_stall|throughput_zero)")),
     ),
     ChaosFault.DISK_FULL: FaultProfile(
         title="full disk, freed", cost_s=50,
-        named_by=(SightingPattern("log|error|launcher:.*", "No space left|disk_full|exited with 22"),),
+        named_by=(EventPattern("log|error|launcher:.*", "No space left|disk_full|exited with 22"),),
         explains=(
-            *_RESTARTS, SightingPattern("launcher:not restarted"),
-            SightingPattern("finding:(checkpoint_overdue|heartbeat_stall)"), SightingPattern("unreadable"),
+            *_RESTARTS, EventPattern("launcher:not restarted"),
+            EventPattern("finding:(checkpoint_overdue|heartbeat_stall)"), EventPattern("unreadable"),
         ),
     ),
     ChaosFault.CHECKPOINT_CORRUPTED: FaultProfile(
         title="newest checkpoint corrupted, then SIGKILL of both ranks", cost_s=45,
-        named_by=(SightingPattern("checkpoint_rejected"),), named_within_s=60 + SLACK_S,
+        named_by=(EventPattern("checkpoint_rejected"),), named_within_s=60 + SLACK_S,
         # The step of the corrupted checkpoint is saved again, and the store keeps its first copy.
         explains=(
-            *_RESTARTS, SightingPattern("checkpoint_rejected"),
-            SightingPattern("copy_failed|finding:copy_failed", "already holds"),
+            *_RESTARTS, EventPattern("checkpoint_rejected"),
+            EventPattern("copy_failed|finding:copy_failed", "already holds"),
         ),
         may_be_followed=True,
     ),
@@ -135,28 +135,28 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ),
     ChaosFault.DATA_SILENT: FaultProfile(
         title="silent data server", cost_s=50,
-        named_by=(SightingPattern("error", "data_timeout"), SightingPattern("launcher:.*", "exited with 21")),
+        named_by=(EventPattern("error", "data_timeout"), EventPattern("launcher:.*", "exited with 21")),
         named_within_s=LOADER_TIMEOUT_S + SLACK_S,
-        explains=(*_RESTARTS, SightingPattern("finding:loader_timeout")),
+        explains=(*_RESTARTS, EventPattern("finding:loader_timeout")),
     ),
     ChaosFault.NAN_GRADIENT: FaultProfile(
         title="NaN gradients until the run stops", cost_s=45,
-        named_by=(SightingPattern("skipped_step", "nan"),),
+        named_by=(EventPattern("skipped_step", "nan"),),
         explains=(
-            *_RESTARTS, SightingPattern("skipped_step|rollback|finding:(steps_skipped|grad_nonfinite)"),
-            SightingPattern("launcher:not restarted", "non-finite"),
+            *_RESTARTS, EventPattern("skipped_step|rollback|finding:(steps_skipped|grad_nonfinite)"),
+            EventPattern("launcher:not restarted", "non-finite"),
         ),
     ),
     ChaosFault.CLOCK_AHEAD: FaultProfile(
-        title="clock of a rank 1 h ahead for 10 s", cost_s=0, named_by=(SightingPattern("finding:clock_skew"),),
-        explains=(SightingPattern("finding:clock_skew"),),
+        title="clock of a rank 1 h ahead for 10 s", cost_s=0, named_by=(EventPattern("finding:clock_skew"),),
+        explains=(EventPattern("finding:clock_skew"),),
         lowest_victim=1,  # goodput, which is judged, is by the clock of rank 0
     ),
     ChaosFault.CLOCK_BEHIND: FaultProfile(
         title="clock of a rank 1 h behind for 10 s", cost_s=0, lowest_victim=1,
     ),
     ChaosFault.HALT_REQUESTED: FaultProfile(
-        title="halt by an operator, cleared", cost_s=35, named_by=(SightingPattern("halt"),),
+        title="halt by an operator, cleared", cost_s=35, named_by=(EventPattern("halt"),),
         explains=(*_RESTARTS, *_HALTS),
     ),
     ChaosFault.STORE_ERRORS: FaultProfile(

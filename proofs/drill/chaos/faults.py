@@ -13,7 +13,7 @@ from typing import TypeVar
 from nsa_train import names
 from proofs.drill.chaos.cluster import ChaosCluster, send
 from proofs.drill.chaos.fault_classes import PROFILES, ChaosFault
-from proofs.drill.chaos.orders import CLOCK, NAN, OrderFile
+from proofs.drill.chaos.rank_commands import CLOCK, NAN, CommandFile
 from proofs.drill.chaos.schedule import RANKS, PlannedFault
 from proofs.drill.chaos.services import SILENT
 from proofs.drill.chaos.verdict import PlayedFault
@@ -164,8 +164,8 @@ def _data_silent(stage: FaultStage) -> Iterator[None]:
 
 def _nan_gradient(stage: FaultStage) -> Iterator[None]:
     """In one life of a process only: the run skips, rolls back and stops; resumed, it repeats the steps without NaN."""
-    order = OrderFile.give(stage.cluster.orders, stage.planned.number, stage.planned.victim, NAN)
-    yield from stage.until("the first NaN", lambda: order.taken)
+    command = CommandFile.write(stage.cluster.commands, stage.planned.number, stage.planned.victim, NAN)
+    yield from stage.until("the first NaN", lambda: command.taken)
     stage.begin()
     launcher = stage.cluster.launchers[stage.cluster.place_of_rank(stage.planned.victim)]
     yield from stage.until("the end of the run", lambda: not launcher.running)
@@ -174,10 +174,10 @@ def _nan_gradient(stage: FaultStage) -> Iterator[None]:
 def _clock(seconds: float) -> Callable[[FaultStage], Iterator[None]]:
     def jump(stage: FaultStage) -> Iterator[None]:
         planned = stage.planned
-        order = OrderFile.give(stage.cluster.orders, planned.number, planned.victim, CLOCK, seconds, CLOCK_S)
-        yield from stage.until("the clock's change", lambda: order.taken)
+        command = CommandFile.write(stage.cluster.commands, planned.number, planned.victim, CLOCK, seconds, CLOCK_S)
+        yield from stage.until("the clock's change", lambda: command.taken)
         stage.begin()
-        yield from stage.until("the clock's return", lambda: order.over)
+        yield from stage.until("the clock's return", lambda: command.over)
 
     return jump
 

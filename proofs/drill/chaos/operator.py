@@ -10,7 +10,7 @@ from nsa.errors import ExitCode
 from nsa_train import names
 from proofs.drill.chaos.cluster import ChaosCluster
 from proofs.drill.chaos.fault_classes import GONE_S, STALL_S, STARTUP_S
-from proofs.drill.chaos.sightings import RunObserver
+from proofs.drill.chaos.observations import RunObserver
 from proofs.drill.harness import DrillHarness, DrillProcess
 
 _ALL_STOP_S = 25.0

@@ -18,10 +18,10 @@ from nsa_train.watch.view.summary import take_snapshot
 from proofs.drill.chaos.cluster import ChaosCluster
 from proofs.drill.chaos.fault_classes import LOADER_TIMEOUT_S, PROFILES, TIMEOUT_S, ChaosFault
 from proofs.drill.chaos.faults import INJECTORS, FaultStage
+from proofs.drill.chaos.observations import RunObserver
 from proofs.drill.chaos.operator import ScriptedOperator
 from proofs.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
 from proofs.drill.chaos.services import STORE_FOLDER, ServiceControl
-from proofs.drill.chaos.sightings import RunObserver
 from proofs.drill.chaos.verdict import (
     ChaosVerdict,
     PlayedFault,
@@ -89,7 +89,7 @@ class ChaosDrill:
                 problem = str(error)
             outcome = read_outcome(self._plan, cluster.run_folder, calm) if finished else None
             verdict = judge(
-                self._plan, play.played, play.observer.sightings, outcome, functools.partial(found_in_calm_run, calm)
+                self._plan, play.played, play.observer.observations, outcome, functools.partial(found_in_calm_run, calm)
             )
             if problem:
                 verdict.unmet.insert(0, problem)
@@ -137,7 +137,7 @@ class _ChaosPlay:
         self._waiting = list(plan.faults)
         self._stages: list[tuple[FaultStage, Iterator[None]]] = []
         self.played: list[PlayedFault] = []
-        self._sighted = 0
+        self._n_reported = 0
         self._repeated = 0
         self._began, self._reported = time.monotonic(), 0.0
 
@@ -163,8 +163,8 @@ class _ChaosPlay:
 
     def _observe(self) -> None:
         self.observer.update()
-        new = self.observer.sightings[self._sighted :]
-        self._sighted += len(new)
+        new = self.observer.observations[self._n_reported :]
+        self._n_reported += len(new)
         name_faults(self.played, new)
         if self.played and self.observer.repeated_steps > self._repeated:
             self.played[-1].repeated_steps += self.observer.repeated_steps - self._repeated

@@ -1,4 +1,4 @@
-"""Verdict of a chaos drill: every fault reported in time, every sighting explained, no step lost, weights as calm.
+"""Verdict of a chaos drill: every fault reported in time, every observation explained, no step lost, weights as calm.
 
 `name_faults` and `judge` are pure; `read_outcome` reads the two run folders.
 """
@@ -14,11 +14,11 @@ from nsa_train.watch.view.measured_goodput import TimeCause
 from nsa_train.watch.view.summary import take_snapshot
 from proofs.drill import artifacts
 from proofs.drill.chaos.fault_classes import PROFILES
+from proofs.drill.chaos.observations import Observation
 from proofs.drill.chaos.schedule import RANKS, ChaosPlan, PlannedFault
-from proofs.drill.chaos.sightings import Sighting
 
 SETTLE_S = 30.0
-"""A fault explains sightings until this long after the run has continued."""
+"""A fault explains observations until this long after the run has continued."""
 _BEFORE_S = 1.0  # between an injection and the note of its time
 _MOST_SHOWN = 12
 _OF_NUMBERS = ("finding:grad_spikes", "finding:loss_spike", "finding:loss_plateau")
@@ -39,10 +39,10 @@ class PlayedFault:
     named_at: float | None = None
     named_by: str = ""
 
-    def explains(self, sighting: Sighting) -> bool:
+    def explains(self, observation: Observation) -> bool:
         end = float("inf") if self.continued_at is None else self.continued_at + SETTLE_S
-        return self.at - _BEFORE_S <= sighting.at <= end and any(
-            pattern.matches(sighting.kind, sighting.text) for pattern in PROFILES[self.planned.fault].explains
+        return self.at - _BEFORE_S <= observation.at <= end and any(
+            pattern.matches(observation.kind, observation.text) for pattern in PROFILES[self.planned.fault].explains
         )
 
 
@@ -65,7 +65,7 @@ class ChaosVerdict:
     plan: ChaosPlan
     played: list[PlayedFault]
     outcome: ChaosOutcome | None
-    unexplained: list[Sighting] = field(default_factory=list)
+    unexplained: list[Observation] = field(default_factory=list)
     unmet: list[str] = field(default_factory=list)
 
     @property
@@ -73,38 +73,38 @@ class ChaosVerdict:
         return not self.unmet
 
 
-def name_faults(played: Sequence[PlayedFault], sightings: Iterable[Sighting]) -> None:
-    """Note which sighting reports each fault first; one sighting reports one fault, the oldest that it fits."""
-    for sighting in sightings:
+def name_faults(played: Sequence[PlayedFault], observations: Iterable[Observation]) -> None:
+    """Note which observation reports each fault first; one observation reports one fault, the oldest that it fits."""
+    for observation in observations:
         for fault in played:
-            if fault.named_at is None and fault.at <= sighting.at and _reports(sighting, fault):
-                fault.named_at, fault.named_by = sighting.at, str(sighting)
+            if fault.named_at is None and fault.at <= observation.at and _reports(observation, fault):
+                fault.named_at, fault.named_by = observation.at, str(observation)
                 break
 
 
-def _reports(sighting: Sighting, fault: PlayedFault) -> bool:
+def _reports(observation: Observation, fault: PlayedFault) -> bool:
     patterns = PROFILES[fault.planned.fault].named_by
-    return any(pattern.matches(sighting.kind, sighting.text) for pattern in patterns)
+    return any(pattern.matches(observation.kind, observation.text) for pattern in patterns)
 
 
 def judge(
     plan: ChaosPlan,
     played: Sequence[PlayedFault],
-    sightings: Sequence[Sighting],
+    observations: Sequence[Observation],
     outcome: ChaosOutcome | None,
-    in_calm_run: Callable[[Sighting], bool] = lambda sighting: False,
+    in_calm_run: Callable[[Observation], bool] = lambda observation: False,
 ) -> ChaosVerdict:
     """`outcome` is None if the run did not finish; `in_calm_run` tells of what the calm run shows too."""
     verdict = ChaosVerdict(plan, list(played), outcome)
     for fault in played:
         fault.named_at, fault.named_by = None, ""
-    name_faults(played, sightings)
+    name_faults(played, observations)
     verdict.unmet += [text for fault in played for text in _unmet_of(fault)]
     done = {fault.planned for fault in played}
     verdict.unmet += [f"{_label(fault)} was not played" for fault in plan.faults if fault not in done]
-    unexplained = (each for each in sightings if not any(fault.explains(each) for fault in played))
+    unexplained = (each for each in observations if not any(fault.explains(each) for fault in played))
     verdict.unexplained = [each for each in unexplained if not in_calm_run(each)]
-    verdict.unmet += [f"not explained by a fault: {sighting}" for sighting in verdict.unexplained[:_MOST_SHOWN]]
+    verdict.unmet += [f"not explained by a fault: {observation}" for observation in verdict.unexplained[:_MOST_SHOWN]]
     if (more := len(verdict.unexplained) - _MOST_SHOWN) > 0:
         verdict.unmet.append(f"not explained by a fault: {more} more")
     if outcome is None:
@@ -114,14 +114,14 @@ def judge(
     return verdict
 
 
-def found_in_calm_run(calm: Path, sighting: Sighting) -> bool:
+def found_in_calm_run(calm: Path, observation: Observation) -> bool:
     """Whether the calm run, which computed the same numbers, gives the same finding: noise of the model."""
-    if sighting.kind not in _OF_NUMBERS or sighting.step is None:
+    if observation.kind not in _OF_NUMBERS or observation.step is None:
         return False
-    condition, history = sighting.kind.removeprefix("finding:"), RunHistory()
+    condition, history = observation.kind.removeprefix("finding:"), RunHistory()
     for beat in artifacts.beats(calm):
         history.add(beat, beat.ts)
-        if abs(beat.step - sighting.step) > _NEAR_STEPS:
+        if abs(beat.step - observation.step) > _NEAR_STEPS:
             continue
         if condition in {finding.name for finding in examine(history, now=beat.ts, limits=HealthLimits())}:
             return True

@@ -114,14 +114,7 @@ def test_check_goes_on_after_a_bad_file_and_ends_with_20(nsa, tmp_path):
     assert "good.yaml is valid\n  - notice: good.yaml:1: runtime.fa2_enabled is retired" in result.stdout
 
 
-def test_docs_writes_the_pages(nsa, tmp_path):
-    result = nsa("config", "docs", "--out", "pages")
-    assert result.stdout.splitlines() == ["wrote pages/CONFIG.md", "wrote pages/ENV.md"]
-    for name in ("CONFIG.md", "ENV.md"):
-        assert (tmp_path / "pages" / name).read_text() == (ROOT / "docs" / name).read_text()
-
-
-@pytest.mark.parametrize("command", ["show", "check", "docs"])
+@pytest.mark.parametrize("command", ["show", "check"])
 def test_help_teaches_by_example(nsa, command):
     result = nsa("config", command, "--help", COLUMNS="200")
     assert f"Example: nsa config {command}" in result.stdout

@@ -18,7 +18,7 @@ from nsa_train.convert.export_folder import export_folder
 from nsa_train.convert.import_folder import import_folder
 from nsa_train.convert.tokenizer_files import tokenizer_files
 from nsa_train.data.tokenizer import ByteTokenizer
-from nsa_train.infer.evaluation.hay import BUILT_IN
+from nsa_train.infer.evaluation.far_tasks import BUILT_IN
 from nsa_train.record.evaluations import checked_results, read_evaluations
 from tests.nsa_train.convert.dense_sources import save_dense
 from tests.trained_runs import save_run, settings

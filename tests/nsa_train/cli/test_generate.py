@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
 from nsa.errors import CheckpointError, ConfigError
-from nsa_train.cli.generate import write_text
+from nsa_train.cli.inference import write_text
 from nsa_train.cli.main import app
-from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.cli.outputs import ProgressLine
 from nsa_train.infer import load_model
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment
@@ -182,12 +182,12 @@ def test_a_signal_ends_with_what_was_made(run, number):
 
 
 def test_progress_is_silent_at_first_and_then_says_what_is_done(capfd, monkeypatch):
-    monkeypatch.setattr("nsa_train.cli.progress_line._DELAY_S", 60.0)
-    monkeypatch.setattr("nsa_train.cli.progress_line._LOG_EVERY_S", 0.05)
+    monkeypatch.setattr("nsa_train.cli.outputs._PROGRESS_DELAY_S", 60.0)
+    monkeypatch.setattr("nsa_train.cli.outputs._PROGRESS_LOG_EVERY_S", 0.05)
     with ProgressLine("reading"):
         pass
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr("nsa_train.cli.progress_line._DELAY_S", 0.05)
+    monkeypatch.setattr("nsa_train.cli.outputs._PROGRESS_DELAY_S", 0.05)
 
     def next_line(start: str) -> None:
         deadline = time.monotonic() + 60

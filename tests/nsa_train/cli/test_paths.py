@@ -19,7 +19,7 @@ KINDS = ("below_file", "far_below_file", "read_only", "absent", "folder", "file"
 
 # P is the path in question, R a good run folder, C a good config file.
 COMMANDS = (
-    "config show P", "config check P", "config docs --out P",
+    "config show P", "config check P",
     "train C train.out_dir=P --steps 0", "train P", "launch P",
     "estimate C train.out_dir=P", "estimate C data.dataset=local data.path=P",
     "estimate C data.dataset=prepared data.path=P", "estimate C data.tokenizer=P", "estimate C profile=P",
@@ -85,7 +85,7 @@ def test_no_path_ends_a_command_with_a_traceback(command, nsa, places):
 
 
 OUTPUTS = (
-    "config docs --out P", "report R --out P", "compare R R --out P",
+    "report R --out P", "compare R R --out P",
     "bench machine --json P", "bench attention --markdown P", "bench decode --plot P",
     "gpu-check --rehearse --out P", "exporter R --port 0 --file-sd P", "halt READ_ONLY", "status READ_ONLY --log",
     "report READ_ONLY",

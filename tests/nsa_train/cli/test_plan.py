@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from nsa_train.cli.main import app
 from nsa_train.config.load import load
-from nsa_train.config.parallel_rules import broken_parallel_rules
+from nsa_train.config.rules import broken_parallel_rules
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 

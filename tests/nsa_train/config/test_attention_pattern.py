@@ -5,8 +5,8 @@ import pytest
 from nsa.core.layer_pattern import repeated
 from nsa.errors import ConfigError
 from nsa_train.config import load
-from nsa_train.config.describe import plain
 from nsa_train.config.schema import RunConfig
+from nsa_train.config.setting_types import plain
 
 
 def read(tmp_path, text, *overrides):

@@ -11,9 +11,9 @@ from nsa.core.attention_config import CHOICES, OPTIONS, RopeType
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.kernels import registry
-from nsa_train.config.describe import choices
 from nsa_train.config.env import _BRANCHES
 from nsa_train.config.schema import RunConfig, settings
+from nsa_train.config.setting_types import choices
 
 ENUMERATED = {key: choices(field) for key, field in settings().items() if choices(field)}
 OF_THE_ATTENTION = {each.setting: each.name for each in OPTIONS if each.choices and not each.per_layer}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nsa_train.config.parallel_rules import broken_parallel_rules, context_pieces, hsdp_shard_ranks
+from nsa_train.config.rules import broken_parallel_rules, context_pieces, hsdp_shard_ranks
 from nsa_train.config.schema import ParallelConfig, RunConfig
 
 SMALL: dict[str, dict[str, Any]] = {

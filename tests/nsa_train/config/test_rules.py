@@ -8,8 +8,9 @@ from pydantic import ValidationError
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa_train.config import RunConfig, load
-from nsa_train.config.describe import kind
-from nsa_train.config.schema import ModelConfig, sections, settings
+from nsa_train.config.model_sections import ModelConfig
+from nsa_train.config.schema import sections, settings
+from nsa_train.config.setting_types import kind
 from tests.attention_options import LLAMA3, PHIS, PHIS_OF_UNROTATED_KEYS, YARN
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nsa_train.convert.tokenizer_files import transformers_tokenizer
 from nsa_train.data.tokenizer import ByteTokenizer, train_bpe
-from nsa_train.infer.text_stream import TextStream
+from nsa_train.infer.generate import TextStream
 
 BYTES = transformers_tokenizer(ByteTokenizer(), 64)
 

@@ -11,7 +11,8 @@ from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES
 from nsa.model import loss
 from nsa.options import ATTENTION_KINDS, CHECKPOINTING
-from nsa_train.config.schema import KernelsConfig, RunConfig
+from nsa_train.config.model_sections import KernelsConfig
+from nsa_train.config.schema import RunConfig
 from nsa_train.planning.activations import ForwardPass, _workspace_bytes
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget

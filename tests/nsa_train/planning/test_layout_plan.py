@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nsa_train.config import load
-from nsa_train.config.parallel_rules import broken_parallel_rules
+from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.planning.collective_bytes import CollectiveUse, weight_shards
 from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
 from nsa_train.planning.layout_plan import _CALL_S, _LINK_SHARE, _branch_shares, _link_traffic, plan_layouts

@@ -12,9 +12,9 @@ from nsa.errors import ConfigError
 from nsa_train import names
 from nsa_train.checkpoint.run_state import VOCAB_SIZE, RunRecord
 from nsa_train.config import load
-from nsa_train.config.describe import may_change_on_resume
 from nsa_train.config.layer import flatten
 from nsa_train.config.schema import RunConfig, settings
+from nsa_train.config.setting_types import may_change_on_resume
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.distributed import RankInfo

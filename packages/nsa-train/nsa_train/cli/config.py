@@ -1,4 +1,4 @@
-"""`nsa config`: print a resolved config, check config files, generate the reference pages."""
+"""`nsa config`: print a resolved config, check config files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from nsa_train.terminal_text import printable
 if TYPE_CHECKING:
     from nsa_train.config import RunConfig
 
-app = typer.Typer(help="Print, check and document the settings of a run.", no_args_is_help=True)
+app = typer.Typer(help="Print and check the settings of a run.", no_args_is_help=True)
 
 _ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.lr=1e-4."
 
@@ -75,18 +75,6 @@ def check(
         raise typer.Exit(ConfigError.exit_code)
 
 
-@app.command()
-def docs(folder: Path = typer.Option(Path("docs"), "--out", help="Output folder for CONFIG.md and ENV.md.")) -> None:
-    """Generate docs/CONFIG.md and docs/ENV.md from the code.
-
-    **Example:** `nsa config docs` after a setting was changed.
-    """
-    from nsa_train.config.docs import write
-
-    for path in write(folder):
-        print_line(f"wrote {path}")
-
-
 def resolve(arguments: list[str]) -> "RunConfig":
     """Load the config named on the command line (at most one file) with key=value overrides and the environment."""
     from nsa_train.config import env, load
@@ -113,7 +101,7 @@ def _print_verdicts(verdicts: list[dict[str, Any]]) -> None:
 def _print_table(config: "RunConfig", keys: list[str]) -> None:
     from rich.table import Table
 
-    from nsa_train.config.describe import plain
+    from nsa_train.config.setting_types import plain
 
     console = table_console()
     for notice in config.notices:

@@ -10,8 +10,7 @@ import typer
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.options import SELECTING_KINDS
-from nsa_train.cli.outputs import print_json, print_line, require_writable_folder
-from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.cli.outputs import ProgressLine, print_json, print_line, require_writable_folder
 
 if TYPE_CHECKING:
     from nsa_train.convert.dense.convert_folder import ConvertedModel

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from nsa.errors import ConfigError, OutputError
 from nsa_train.cli import prepared_set
-from nsa_train.cli.outputs import print_line, require_writable_file
-from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.cli.outputs import ProgressLine, print_line, require_writable_file
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
     from nsa_train.data.prepare.run import PrepareProgress

@@ -11,7 +11,7 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa_train.cli.outputs import require_writable_folder
-from nsa_train.cli.sigterm import sigterm_as_interrupt
+from nsa_train.cli.startup import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,23 +13,20 @@ from nsa import __version__
 from nsa.errors import ConfigError, NSAError
 from nsa_train.cli import (
     bench,
-    chat,
     checkpoint,
     config,
     convert,
-    demo,
     doctor,
     estimate,
     eval,
-    generate,
+    first_run,
     gpu_check,
-    init,
+    inference,
     launch,
     monitor,
     plan,
     preflight,
     report,
-    serve,
     train,
     watch,
 )
@@ -65,15 +62,15 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")
-app.command()(demo.demo)
-app.command()(init.init)
+app.command()(first_run.demo)
+app.command()(first_run.init)
 app.command()(doctor.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
 app.command()(convert.convert)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(serve.serve)
+app.command()(inference.generate)
+app.command()(inference.chat)
+app.command()(inference.serve)
 app.command()(watch.exporter)
 app.command()(watch.alert_rules)
 app.command()(watch.watch)

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa_train.cli.outputs import print_rejected
-from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.cli.outputs import ProgressLine, print_rejected
 
 if TYPE_CHECKING:
     from nsa_train.infer.load_model import LoadedModel

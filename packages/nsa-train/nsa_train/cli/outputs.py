@@ -1,4 +1,4 @@
-"""Printing with escaped control characters or into a closed pipe, checks of output paths, messages for disk errors."""
+"""Output of commands: escaped control characters, closed pipes, progress lines, checks of output paths, disk errors."""
 
 import errno
 import json
@@ -6,10 +6,12 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from nsa.errors import OutputError
 from nsa.files import NO_ROOM
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 _WRONG_PATH = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
+_PROGRESS_DELAY_S = 2.0
+_PROGRESS_REFRESH_S = 0.5
+_PROGRESS_LOG_EVERY_S = 10.0
+_CLEAR_LINE = "\r\x1b[K"
 
 
 class PipedStdout:
@@ -121,3 +127,44 @@ def explain(error: OSError) -> OutputError | None:
             f"cannot read or write {error.filename}: {error.strerror}. Name another path, or change its permissions."
         )
     return None
+
+
+class ProgressLine:
+    """Shows a text and the seconds since the start on stderr, once the block has taken two seconds.
+
+    On a terminal one line is updated in place and removed at the end; elsewhere a new line is written now and then.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text, self._began, self._shown = text, time.monotonic(), False
+        self._stopped, self._terminal = threading.Event(), sys.stderr.isatty()
+        self._thread = threading.Thread(target=self._run, name="progress-line", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def update(self, text: str) -> None:
+        self._text = text
+
+    def stop(self) -> None:
+        """Remove the line; for work that prints its results itself from here on. Idempotent."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join()
+            if self._shown and self._terminal:
+                self._write(_CLEAR_LINE)
+
+    def _run(self) -> None:
+        pause_s = _PROGRESS_DELAY_S
+        while not self._stopped.wait(pause_s):
+            line = printable(f"{self._text} … {time.monotonic() - self._began:.0f} s")
+            self._write(f"{_CLEAR_LINE}{line}" if self._terminal else f"{line}\n")
+            self._shown, pause_s = True, _PROGRESS_REFRESH_S if self._terminal else _PROGRESS_LOG_EVERY_S
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -6,8 +6,7 @@ import typer
 
 from nsa_train.cli.config import resolve
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP
-from nsa_train.cli.outputs import print_json, table_console
-from nsa_train.cli.progress_line import ProgressLine
+from nsa_train.cli.outputs import ProgressLine, print_json, table_console
 
 if TYPE_CHECKING:
     from nsa_train.config.schema import RunConfig

@@ -1,8 +1,8 @@
-"""Settings of the process of a command, made before torch is imported: OpenMP's waiting, one warning of torch, and
-garbage collection, which leaves imports out."""
+"""Settings of the process of a command: OpenMP's waiting, one warning of torch, garbage collection, SIGTERM."""
 
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _OPENMP_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def prepare_process() -> None:
-    """Call once, at the start of a command. Child processes inherit the variables."""
+    """Call once, at the start of a command, before torch is imported. Child processes inherit the variables."""
     if not any(os.environ.get(name) for name in _OPENMP_WAITING):
         os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT  # libgomp reads it when it is loaded, with torch
     # Base installs have no NumPy, and no command that works there needs it. A NumPy that is broken is still reported.
@@ -36,3 +36,13 @@ def imports_not_collected() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM inside this block, so that cleanup code runs as after Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

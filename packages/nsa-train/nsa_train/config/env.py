@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from nsa.kernel_variables import ALL_BRANCHES, variable_of
 from nsa_train.config.layer import SettingsLayer, nearest
-from nsa_train.config.schema import KernelsConfig
+from nsa_train.config.model_sections import KernelsConfig
 from nsa_train.config.setting_types import BOOLEAN
 
 PREFIX = "NSA_"
@@ -23,7 +23,7 @@ _BRANCHES = tuple(KernelsConfig.model_fields)
 
 
 @dataclass(frozen=True)
-class EnvVariable:
+class _EnvVariable:
     """A variable that sets each of `keys`; `negated` if a true value turns the setting off."""
 
     keys: tuple[str, ...]
@@ -31,44 +31,36 @@ class EnvVariable:
     negated: bool = False
 
 
-VARIABLES: dict[str, EnvVariable] = {
-    "NSA_TOKENIZER": EnvVariable(("data.tokenizer",), "Tokenizer: byte, or the path of a tokenizers JSON file."),
-    "NSA_FWE_PREFETCH": EnvVariable(("data.prefetch",), "Prepare batches in the background."),
-    "NSA_FWE_Q": EnvVariable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
-    "NSA_FWE_WARMUP_BATCHES": EnvVariable(("data.warmup_batches",), "Batches to have ready before step 1."),
-    "NSA_FWE_WARMUP_TIMEOUT": EnvVariable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
-    "NSA_PREFILL_TILE": EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per forward pass when generating."),
-    "NSA_ROPE_SCALE": EnvVariable(("model.rope_scale",), "Divisor of positions before rotation."),
-    "NSA_SDPA_NO_FLASH": EnvVariable(
+VARIABLES: dict[str, _EnvVariable] = {
+    "NSA_TOKENIZER": _EnvVariable(("data.tokenizer",), "Tokenizer: byte, or the path of a tokenizers JSON file."),
+    "NSA_FWE_PREFETCH": _EnvVariable(("data.prefetch",), "Prepare batches in the background."),
+    "NSA_FWE_Q": _EnvVariable(("data.queue_depth",), "Batches the prefetcher keeps ready; 8 to 16 is usual."),
+    "NSA_FWE_WARMUP_BATCHES": _EnvVariable(("data.warmup_batches",), "Batches to have ready before step 1."),
+    "NSA_FWE_WARMUP_TIMEOUT": _EnvVariable(("data.warmup_timeout_s",), "Longest wait for the warm-up batches."),
+    "NSA_PREFILL_TILE": _EnvVariable(("runtime.prefill_chunk",), "Prompt tokens per forward pass when generating."),
+    "NSA_ROPE_SCALE": _EnvVariable(("model.rope_scale",), "Divisor of positions before rotation."),
+    "NSA_SDPA_NO_FLASH": _EnvVariable(
         ("runtime.use_flash",), "A true value restricts kernels=auto to the portable backend.", negated=True
     ),
-    "NSA_KERNEL_CACHE": EnvVariable(("runtime.kernel_cache",), "Folder for compiled CPU kernels and tuned tile sizes."),
-    "NSA_TUNE_KERNELS": EnvVariable(
+    "NSA_KERNEL_CACHE": _EnvVariable(
+        ("runtime.kernel_cache",), "Folder for compiled CPU kernels and tuned tile sizes."
+    ),
+    "NSA_TUNE_KERNELS": _EnvVariable(
         ("runtime.tune_kernels",),
         "Time tile sizes on the GPU at first use; if off, GPUs of one model give bitwise equal results.",
     ),
-    ALL_BRANCHES: EnvVariable(
+    ALL_BRANCHES: _EnvVariable(
         tuple(f"kernels.{branch}" for branch in _BRANCHES),
         "Backend of every branch, e.g. portable or reference; also for the library and nsa doctor, where an argument "
         "that names a backend wins.",
     ),
     **{
-        variable_of(branch): EnvVariable(
+        variable_of(branch): _EnvVariable(
             (f"kernels.{branch}",), f"Backend of kernels.{branch} alone; wins over NSA_KERNEL."
         )
         for branch in _BRANCHES
     },
 }
-
-LIBRARIES: dict[str, str] = {
-    "GOMP_SPINCOUNT": "Turns an OpenMP thread (GNU's runtime, torch's on Linux) waits for work before it sleeps; `nsa` "
-    "sets 1000. On cores that nothing else uses, a higher count is faster for small models.",
-    "OMP_WAIT_POLICY": "`active` or `passive`; if set, `nsa` leaves the spin count alone.",
-    "OMP_NUM_THREADS": "Threads of one process; `nsa launch --nproc N` sets 1 if N > 1 and it is not set.",
-    "NO_COLOR": "Any value but the empty one: no colours in the output of commands; bold and dim text stays. Output "
-    "into a file or a pipe has neither.",
-}
-"""Variables of libraries that matter here, for docs/ENV.md."""
 
 _SELECTION = "the selected branch has one exact path per backend, chosen by kernels.selected"
 _FLASH_ATTN = "flash-attn is not used; our own kernels run instead, chosen by"

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nsa.errors import ConfigError
-from nsa_train.config import env, rules, yaml_file
-from nsa_train.config.describe import choices, kind, plain, unit
-from nsa_train.config.layer import SettingsLayer, SettingText, nearest
+from nsa_train.config import env, rules
+from nsa_train.config.layer import SettingsLayer, SettingText, nearest, read_yaml
 from nsa_train.config.schema import RunConfig, settings
+from nsa_train.config.setting_types import choices, kind, plain, unit
 from nsa_train.shipped import CONFIGS
 
 _COMMAND_LINE = "command line"
@@ -40,7 +40,7 @@ def load(
     if not file:
         raise ConfigError("no config file was given. `nsa init my-run` writes one; name it, or set CONFIG to its path.")
     path = Path(file)
-    from_file = yaml_file.read(path)
+    from_file = read_yaml(path)
     from_environ = env.read(environ)
     from_command_line = _read_overrides(overrides)
     from_profile = _read_profile({**from_file.values, **from_command_line.values}.get("profile"), path)
@@ -86,7 +86,7 @@ def _read_profile(requested: SettingText | None, config_path: Path) -> SettingsL
         guess = nearest(name, known)
         hint = f"Did you mean {guess}?" if guess else f"There are {', '.join([*known, RunConfig.TOY])}."
         return SettingsLayer(problems=[f"{requested.where}: no hardware profile {name!r}. {hint}"], readable=False)
-    layer = yaml_file.read(path, origin=f"profile {name}")
+    layer = read_yaml(path, origin=f"profile {name}")
     if inner := layer.values.pop("profile", None):
         layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
     return layer

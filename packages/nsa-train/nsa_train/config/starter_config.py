@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.errors import ConfigError
-from nsa_train.config.describe import unit
 from nsa_train.config.layer import nearest
 from nsa_train.config.load import load
 from nsa_train.config.schema import settings
+from nsa_train.config.setting_types import unit
 from nsa_train.shipped import CONFIGS, CORPUS_IN_CHECKOUT, config_names, config_text
 
 FIRST_CONFIG = "cpu_demo"
@@ -38,7 +38,7 @@ class StarterConfig(NamedTuple):
     """Whether one of the commands reads the text folder."""
 
 
-class ShippedConfig(NamedTuple):
+class _ShippedConfig(NamedTuple):
     name: str
     purpose: str
     hardware: str
@@ -46,13 +46,13 @@ class ShippedConfig(NamedTuple):
     """Whether it is shipped only because scripts and earlier runs refer to it by name."""
 
 
-def shipped_configs() -> list[ShippedConfig]:
+def shipped_configs() -> list[_ShippedConfig]:
     """Every shipped config with what its header says about it; those for new runs first."""
     configs = [_described(name) for name in config_names()]
     return sorted(configs, key=lambda each: (each.for_earlier_runs, each.name))
 
 
-def _described(name: str) -> ShippedConfig:
+def _described(name: str) -> _ShippedConfig:
     header = [line for line in config_text(name).splitlines() if line.startswith("#")]
 
     def entry(word: str) -> str:
@@ -64,7 +64,7 @@ def _described(name: str) -> ShippedConfig:
             parts.append(line.lstrip("# "))
         return " ".join(parts)
 
-    return ShippedConfig(
+    return _ShippedConfig(
         name, entry("Purpose"), entry("Hardware"), any("Kept as a contract" in line for line in header)
     )
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from nsa.hf.configuration import NSAConfig
 from nsa_train import names
-from nsa_train.config.describe import plain
 from nsa_train.config.layer import flatten
+from nsa_train.config.setting_types import plain
 from nsa_train.convert.training_record import TrainingRecord
 from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer
 

@@ -18,7 +18,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from nsa.errors import ConfigError
-from nsa_train.infer.text_stream import TextStream
 
 if TYPE_CHECKING:
     from nsa_train.infer.load_model import LoadedModel
@@ -26,7 +25,10 @@ if TYPE_CHECKING:
 _LOWEST_TEMPERATURE = 1e-6
 """Below it the logits of a confident model, divided by it, are infinite in fp32."""
 _TEMPERATURES = f"0 (greedy), or {_LOWEST_TEMPERATURE:g} or more"
-FinishReason = Literal["end", "stop", "length", "interrupted"]
+_REPLACEMENT = "�"
+"""Character that decoders write for bytes that are not UTF-8, also while the last bytes of one are still missing."""
+_LONGEST_WINDOW, _CONTEXT = 64, 8
+_FinishReason = Literal["end", "stop", "length", "interrupted"]
 """end: the model ended the document; stop: a stop string; length: max_new_tokens; interrupted: Ctrl-C."""
 
 
@@ -79,7 +81,7 @@ class Completion:
     tokens: list[int] = field(repr=False)
     """The new tokens, the end-of-document token and those of a stop string included."""
     prompt_tokens: int
-    finish_reason: FinishReason
+    finish_reason: _FinishReason
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,64 @@ class BatchResult:
         return sum(max(0, len(completion.tokens) - 1) for completion in self.completions)
 
 
+class TextStream:
+    """Incremental detokenisation of one row: token ids in, text that later tokens cannot change out.
+
+    A character split across tokens is held back until it is complete, and so is text that may be the beginning of a
+    stop string. The concatenation of all pieces, `finish` included, is `text`, which ends before the stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []  # the newest tokens: a decoder needs some context, never the whole text
+        self._decoded = 0  # characters of these that were taken
+        self._held = ""  # taken, but perhaps the beginning of a stop string
+        self.text = ""
+        self.stopped_by: str | None = None
+
+    def push(self, token: int) -> str:
+        """Append a token; return the text that is certain now and was not before."""
+        if self.stopped_by is not None:
+            return ""
+        self._ids.append(token)
+        decoded = self._decode(self._ids)
+        # An incomplete character is decoded as one replacement character, which is not final while it is the last.
+        complete = decoded[:-1] if decoded.endswith(_REPLACEMENT) else decoded
+        fresh, self._decoded = complete[self._decoded :], max(self._decoded, len(complete))
+        if len(self._ids) > _LONGEST_WINDOW and complete is decoded:
+            self._ids = self._ids[-_CONTEXT:]
+            self._decoded = len(self._decode(self._ids))
+        return self._release(fresh)
+
+    def finish(self) -> str:
+        """The text that was held back; call once, after the last token."""
+        if self.stopped_by is not None:
+            return ""
+        rest = self._held + self._decode(self._ids)[self._decoded :]
+        self._held = ""
+        self.text += rest
+        return rest
+
+    def _release(self, fresh: str) -> str:
+        waiting = self._held + fresh
+        if matches := [(at, stop) for stop in self._stop if (at := waiting.find(stop)) >= 0]:
+            at, self.stopped_by = min(matches)
+            certain, self._held = waiting[:at], ""
+        else:
+            overlap = max((_overlap(waiting, stop) for stop in self._stop), default=0)
+            certain, self._held = waiting[: len(waiting) - overlap], waiting[len(waiting) - overlap :]
+        self.text += certain
+        return certain
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` with which `stop` begins."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
 class _RowTokens(BaseStreamer):
     """Streamer that keeps the tokens and the text of every row as they come; it knows which rows have ended."""
 
@@ -120,7 +180,7 @@ class _RowTokens(BaseStreamer):
         self, tokenizer: Any, rows: int, end_ids: set[int], stop: Sequence[str], on_text: Callable[[int, str], None]
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.reasons: list[FinishReason | None] = [None] * rows
+        self.reasons: list[_FinishReason | None] = [None] * rows
         self.texts = [TextStream(tokenizer, stop) for _ in range(rows)]
         self.first_token_at: float | None = None
         self._end_ids, self._on_text = end_ids, on_text
@@ -147,7 +207,7 @@ class _RowTokens(BaseStreamer):
         if text.stopped_by is not None:
             self._end(row, "stop")
 
-    def _end(self, row: int, reason: FinishReason) -> None:
+    def _end(self, row: int, reason: _FinishReason) -> None:
         self.reasons[row] = reason
         if rest := self.texts[row].finish():
             self._on_text(row, rest)
@@ -155,7 +215,7 @@ class _RowTokens(BaseStreamer):
     def end(self) -> None:
         self.end_all("length")
 
-    def end_all(self, reason: FinishReason) -> None:
+    def end_all(self, reason: _FinishReason) -> None:
         """Rows that have not ended end here, for this reason."""
         for row, ended in enumerate(self.reasons):
             if ended is None:

@@ -100,7 +100,7 @@ class _CompletionFields(_RequestFields):
     logprobs: None = None
 
 
-class TextPart(_StrictFields):
+class _TextPart(_StrictFields):
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -118,7 +118,7 @@ class _ToolRequest(_StrictFields):
 
 class _ChatMessage(_StrictFields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[_TextPart] | None = None
     name: str | None = None
     tool_calls: list[_ToolRequest] | None = None
     tool_call_id: str | None = None

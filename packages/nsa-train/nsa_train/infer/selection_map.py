@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nsa.core.branches import BranchKeys
-from nsa.core.probe import Probe, probing
+from nsa.core.probe import probing
+from nsa.core.selection_quality import SelectionProbe
 from nsa.files import write_atomic
-from nsa.geometry import Geometry
 from nsa_train.infer.load_model import LoadedModel
 from nsa_train.watch.view.svg_chart import ACCENT, MUTED, svg_box, svg_label, svg_legend, svg_picture, svg_turned_label
 
@@ -22,25 +21,6 @@ _SHADES, _BETWEEN = " ░▒▓█", "   "
 _LEGEND = (("not read", MUTED, 0.12), ("read by some groups of heads", ACCENT, 0.4), ("by all of them", ACCENT, 1.0))
 _TITLE = "Blocks of earlier tokens that each token read in the selected branch"
 _NOTE = "The first block and the two nearest are always read; the others are those with the highest scores."
-
-
-@dataclass
-class _SelectedBlocksProbe(Probe):
-    """Keeps the blocks that every query of the last forward pass selected."""
-
-    idx_BSGN: Tensor | None = None
-
-    def record_selection(
-        self,
-        q_BSGRK: Tensor,
-        idx_BSGN: Tensor,
-        keys: BranchKeys,
-        geometry: Geometry,
-        scale: float,
-        window_pos_BS: Tensor | None = None,
-        compressed: BranchKeys | None = None,
-    ) -> None:
-        self.idx_BSGN = idx_BSGN.detach().cpu()
 
 
 @dataclass(frozen=True)
@@ -58,15 +38,16 @@ class SelectionMap:
 def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
     """One map per layer that selects blocks, for the beginning of a text, at most as long as a training row."""
     ids = torch.tensor([loaded.encode([text])[0][: loaded.trained_length]], device=loaded.model.device)
-    with probing(loaded.model, _SelectedBlocksProbe) as probes:
+    n_tokens = ids.shape[1]
+    with probing(loaded.model, lambda: SelectionProbe(every=n_tokens + 1, keep=range(n_tokens))) as probes:
         loaded.model(input_ids=ids, use_cache=False)
     l_sel: int = loaded.model.config.l_sel
-    n_blocks = -(-ids.shape[1] // l_sel)
+    n_blocks = -(-n_tokens // l_sel)
     return [
         # model.layers.N.attention
-        SelectionMap(int(name.split(".")[2]), _share_of_groups(probe.idx_BSGN[0], n_blocks), l_sel)
+        SelectionMap(int(name.split(".")[2]), _share_of_groups(probe.chosen_BQGN[0].cpu(), n_blocks), l_sel)
         for name, probe in probes.items()
-        if probe.idx_BSGN is not None
+        if probe.chosen_BQGN is not None
     ]
 
 

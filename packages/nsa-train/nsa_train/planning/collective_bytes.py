@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from nsa.options import SELECTING_KINDS
-from nsa_train.config.parallel_rules import context_pieces, hsdp_shard_ranks
+from nsa_train.config.rules import context_pieces, hsdp_shard_ranks
 from nsa_train.config.schema import ParallelConfig, RunConfig
 from nsa_train.planning.model_figures import HEAD, ModelFigures
 from nsa_train.planning.step_counts import CollectiveGroup, CollectiveKind, CollectiveTotal

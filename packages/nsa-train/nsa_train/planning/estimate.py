@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from nsa.kernels.registry import BackendChoice
 from nsa.options import Checkpointing
-from nsa_train.config.schema import KernelsConfig, RunConfig, TrainConfig
+from nsa_train.config.model_sections import KernelsConfig
+from nsa_train.config.schema import RunConfig, TrainConfig
 from nsa_train.planning.activations import FP32, ActivationMemory, ForwardPass, activations
 from nsa_train.planning.collective_bytes import weight_shards
 from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget

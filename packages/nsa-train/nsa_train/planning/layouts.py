@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nsa.options import CHECKPOINTING, Checkpointing, DataParallel
-from nsa_train.config.parallel_rules import broken_parallel_rules
+from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.config.schema import RunConfig
 
 _LARGEST_ROWS = 64

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nsa_train.config.describe import plain
 from nsa_train.config.schema import RunConfig
+from nsa_train.config.setting_types import plain
 from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
 from nsa_train.planning.resource_rules import disk, fast_kernels, gradient_checkpointing, memory
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nsa.errors import require_rules
-from nsa_train.config.parallel_rules import broken_parallel_rules
+from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.config.schema import ParallelConfig, RunConfig
 
 

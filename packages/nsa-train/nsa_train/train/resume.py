@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nsa.errors import CheckpointError, ConfigError, DataError
+from nsa.geometry import default_ffn_dim
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFinding
 from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa_train.checkpoint.trained_model import TrainedModel, open_trained_model
-from nsa_train.config.describe import may_change_on_resume, plain
 from nsa_train.config.layer import flatten
-from nsa_train.config.schema import VALUES_BEFORE, RunConfig, default_ffn_dim, settings
-from nsa_train.config.setting_types import as_json
+from nsa_train.config.schema import VALUES_BEFORE, RunConfig, settings
+from nsa_train.config.setting_types import as_json, may_change_on_resume, plain
 from nsa_train.data.rows.specs import RowData
 from nsa_train.train import datasets
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer

@@ -7,8 +7,12 @@ import torch
 pytest.importorskip("transformers", reason="in the hf extra")
 
 from nsa.errors import ConfigError
-from nsa_train.infer.evaluation.agreement import agreement_record, agreement_with, require_same_vocabulary
-from nsa_train.infer.evaluation.held_out import model_token_scores
+from nsa_train.infer.evaluation.held_out import (
+    agreement_record,
+    agreement_with,
+    model_token_scores,
+    require_same_vocabulary,
+)
 from nsa_train.train.held_out_loss import held_out_loss
 from tests.nsa_train.infer.evaluation.compared_models import COVERED, converted_pair, token_rows, token_tensor
 

@@ -8,10 +8,8 @@ import pytest
 
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.tokenizer import load_tokenizer, train_bpe
-from nsa_train.infer.evaluation.far_evaluation import _wilson_interval, evaluate_far_task
-from nsa_train.infer.evaluation.far_tasks import FAR_TASKS, make_example
-from nsa_train.infer.evaluation.hay import HayText, built_in_hay, hay_of_file
-from nsa_train.infer.evaluation.score_answers import CandidateScore
+from nsa_train.infer.evaluation.far_evaluation import CandidateScore, _wilson_interval, evaluate_far_task
+from nsa_train.infer.evaluation.far_tasks import FAR_TASKS, HayText, built_in_hay, hay_of_file, make_example
 from nsa_train.shipped import CORPUS
 
 HIDDEN = re.compile(

@@ -11,7 +11,7 @@ from nsa_train.config.load import load as config_of
 from nsa_train.config.model_sections import SparseAttentionConfig
 from nsa_train.convert.import_folder import import_folder
 from nsa_train.convert.model_settings import exported_config
-from nsa_train.infer.evaluation.agreement import agreement_with
+from nsa_train.infer.evaluation.held_out import agreement_with
 from nsa_train.infer.evaluation.layer_harm import (
     _advised_layers,
     _require_same_but_kinds,

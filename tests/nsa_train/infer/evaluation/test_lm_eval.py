@@ -14,7 +14,7 @@ import pytest
 from nsa.errors import CheckpointError, ConfigError
 from nsa_train.convert.export_folder import export_folder
 from nsa_train.data.tokenizer import train_bpe
-from nsa_train.infer.evaluation.hay import BUILT_IN, hay_of_file
+from nsa_train.infer.evaluation.far_tasks import BUILT_IN, hay_of_file
 from nsa_train.infer.load_model import load_model
 from nsa_train.shipped import CORPUS
 from tests.trained_runs import save_run, settings

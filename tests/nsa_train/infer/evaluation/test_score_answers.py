@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nsa_train.infer.evaluation.score_answers import TransformersScorer, _candidate_scores
+from nsa_train.infer.evaluation.far_evaluation import TransformersScorer, _candidate_scores
 from nsa_train.infer.load_model import load_model
 from tests.trained_runs import save_run
 

@@ -8,10 +8,13 @@ from nsa.core.probe import Probe, probing
 from nsa.hf import NSAConfig, NSAForCausalLM
 from nsa_train.data.rows.batch import Batch
 from nsa_train.data.rows.synthetic import SyntheticRows
-from nsa_train.infer.evaluation.far_evaluation import evaluate_far_task
-from nsa_train.infer.evaluation.far_tasks import make_example
-from nsa_train.infer.evaluation.hay import built_in_hay
-from nsa_train.infer.evaluation.score_answers import CandidateScore, TransformersScorer, needle_blocks
+from nsa_train.infer.evaluation.far_evaluation import (
+    CandidateScore,
+    TransformersScorer,
+    evaluate_far_task,
+    needle_blocks,
+)
+from nsa_train.infer.evaluation.far_tasks import built_in_hay, make_example
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 
 

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from nsa_train.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa_train.config.model_sections import ModelConfig, SparseAttentionConfig
+from nsa_train.config.schema import RunConfig, TrainConfig
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module
 from tests.attention_options import GATES, GATES_PER, PHIS, PHIS_WITH_POS_EMB

@@ -9,7 +9,8 @@ from olmo_core.nn.transformer import TransformerConfig
 
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa.errors import ConfigError
-from nsa_train.config.schema import ModelConfig, RunConfig, SparseAttentionConfig, TrainConfig
+from nsa_train.config.model_sections import ModelConfig, SparseAttentionConfig
+from nsa_train.config.schema import RunConfig, TrainConfig
 from nsa_train.run_model import build_model
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module

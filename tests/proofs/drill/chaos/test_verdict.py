@@ -13,8 +13,8 @@ from nsa_train.record.events import EventKind, LauncherAction, add_event
 from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from proofs.drill.chaos.fault_classes import ChaosFault
+from proofs.drill.chaos.observations import Observation, RunObserver
 from proofs.drill.chaos.schedule import ChaosPlan, PlannedFault
-from proofs.drill.chaos.sightings import RunObserver, Sighting
 from proofs.drill.chaos.verdict import ChaosVerdict, PlayedFault, found_in_calm_run, judge, read_outcome
 
 BEGAN = 1_000_000.0
@@ -70,7 +70,7 @@ class FakeRuns:
 
     def judge(self, plan: ChaosPlan = PLAN) -> ChaosVerdict:
         outcome = read_outcome(plan, self.run, self.calm)
-        return judge(plan, self.played, self.observer.sightings, outcome)
+        return judge(plan, self.played, self.observer.observations, outcome)
 
 
 @pytest.fixture
@@ -162,14 +162,16 @@ def test_a_damaged_record(runs):
 
 
 def test_a_fault_that_nobody_reports(runs):
-    runs.observer.sightings[:] = [each for each in runs.observer.sightings if not each.kind.startswith("launcher")]
+    runs.observer.observations[:] = [
+        each for each in runs.observer.observations if not each.kind.startswith("launcher")
+    ]
     assert only_unmet(runs.judge()) == "fault 0 (rank_killed) was reported by nobody"
 
 
 def test_a_late_report(runs):
-    first = next(each for each in runs.observer.sightings if each.kind.startswith("launcher"))
+    first = next(each for each in runs.observer.observations if each.kind.startswith("launcher"))
     runs.played[0].continued_at = BEGAN + 200
-    runs.observer.sightings[:] = [replace(first, at=BEGAN + 120)]
+    runs.observer.observations[:] = [replace(first, at=BEGAN + 120)]
     assert "was reported after 100 s" in only_unmet(runs.judge())
 
 
@@ -213,7 +215,7 @@ def test_low_goodput_of_a_long_run(runs):
 
 
 def test_a_run_that_does_not_finish(runs):
-    verdict = judge(PLAN, runs.played, runs.observer.sightings, None)
+    verdict = judge(PLAN, runs.played, runs.observer.observations, None)
     assert only_unmet(verdict) == "the run did not finish"
     shutil.rmtree(runs.run)
 
@@ -227,13 +229,13 @@ def test_noise_of_the_calm_run_needs_no_fault(runs, tmp_path):
         beat = HeartbeatRecord(ts=BEGAN + step, iso="", pid=1, rank=0, step=step, msg=names.PROGRESS, **fields)
         lines.append(beat.to_line())
     lines.close()
-    noise = Sighting(BEGAN + 200, "finding:grad_spikes", "gradient norm spiked 3 times", 160)
+    noise = Observation(BEGAN + 200, "finding:grad_spikes", "gradient norm spiked 3 times", 160)
     assert found_in_calm_run(calm, noise)
     assert not found_in_calm_run(runs.calm, noise)
     assert not found_in_calm_run(calm, replace(noise, step=120))
     assert not found_in_calm_run(calm, replace(noise, kind="finding:process_gone"))
-    runs.observer.sightings.append(noise)
+    runs.observer.observations.append(noise)
     outcome = read_outcome(PLAN, runs.run, runs.calm)
-    sightings = runs.observer.sightings
-    assert not judge(PLAN, runs.played, sightings, outcome).holds
-    assert judge(PLAN, runs.played, sightings, outcome, lambda each: found_in_calm_run(calm, each)).holds
+    observations = runs.observer.observations
+    assert not judge(PLAN, runs.played, observations, outcome).holds
+    assert judge(PLAN, runs.played, observations, outcome, lambda each: found_in_calm_run(calm, each)).holds

@@ -1,9 +1,9 @@
-"""Held-out loss of a loaded model: its data, and the forward pass that scores every token.
+"""Held-out rows of a loaded model: the loss on them, and how far it predicts what a reference model predicts.
 
 B rows · S tokens · N tokens of all rows · D model dim · V vocabulary
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.hf.modeling import NSAForCausalLM
-from nsa.model.loss import TokenScores, linear_token_scores
+from nsa.model.loss import AgreementScores, TokenScores, linear_agreement, linear_token_scores
 from nsa_train import names
 from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.data.rows.batch import Batch, EndOfData
@@ -21,9 +21,7 @@ from nsa_train.data.rows.specs import DirectData, PreparedData, RowData, Synthet
 from nsa_train.data.shards.manifest import MANIFEST_NAME, VALIDATION
 from nsa_train.infer.load_model import LoadedModel
 from nsa_train.train import datasets
-from nsa_train.train.held_out_loss import LossSums, ScoreTokens, batch_inputs
-
-_DEFAULT_ROWS = 256
+from nsa_train.train.held_out_loss import LossSums, ScoreTokens, batch_inputs, next_token_labels, positions_in_documents
 
 
 def held_out_data(loaded: LoadedModel, source: str | None, seq_len: int | None) -> RowData:
@@ -116,4 +114,97 @@ def held_out_record(sums: LossSums, data: RowData) -> dict[str, Any]:
         "bits_per_byte": sums.bits_per_byte,
         "accuracy": sums.accuracy,
         "by_position": [each._asdict() for each in sums.by_position()],
+    }
+
+
+class AgreementSums:
+    """Sums over the tokens of the same rows; errors of differences are those of pairs, row by row."""
+
+    def __init__(self, bytes_per_token_V: Tensor | None = None) -> None:
+        self.own, self.reference = LossSums(bytes_per_token_V), LossSums(bytes_per_token_V)
+        self.difference = LossSums()
+        """Difference of the losses, own minus reference; its hits are tokens where both have the same most likely
+        token."""
+        self.divergence = LossSums()
+        """KL(reference ‖ own); its hits mean nothing."""
+
+    def add(self, scores_BS: AgreementScores, labels_BS: Tensor, position_BS: Tensor) -> None:
+        own, reference, same_top_BS = scores_BS.own, scores_BS.reference, scores_BS.same_top
+        difference_BS = own.losses.double() - reference.losses.double()
+        self.own.add(own, labels_BS, position_BS)
+        self.reference.add(reference, labels_BS, position_BS)
+        self.difference.add(TokenScores(difference_BS, same_top_BS), labels_BS, position_BS)
+        self.divergence.add(TokenScores(scores_BS.divergence, same_top_BS), labels_BS, position_BS)
+
+
+def require_same_vocabulary(model: NSAForCausalLM, reference: NSAForCausalLM) -> None:
+    """Distributions over different vocabularies cannot be compared."""
+    sizes = model.config.vocab_size, reference.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"--against needs a model with the same vocabulary: the models have {sizes[0]} and {sizes[1]} ids. Name "
+            f"the model that this one was converted or trained from."
+        )
+
+
+@torch.inference_mode()
+def agreement_with(
+    model: NSAForCausalLM,
+    reference: NSAForCausalLM,
+    batches: Iterable[Batch],
+    *,
+    bytes_per_token_V: Tensor | None = None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> AgreementSums:
+    """One pass over the rows, through both models."""
+    sums = AgreementSums(bytes_per_token_V)
+    for batch in batches:
+        hidden_BSD = last_hidden_states(reference, batch)
+        sums.add(*compared_tokens(model, last_hidden_states(model, batch), reference, hidden_BSD, batch))
+        after_batch()
+    return sums
+
+
+def compared_tokens(
+    model: NSAForCausalLM, hidden_BSD: Tensor, reference: NSAForCausalLM, reference_BSD: Tensor, batch: Batch
+) -> tuple[AgreementScores, Tensor, Tensor]:
+    """Scores, labels and positions [B, S] of a batch, from the last hidden states of both models."""
+    labels_BS = next_token_labels(batch)
+    agreement = linear_agreement(
+        hidden_BSD.flatten(0, 1),
+        model.lm_head.weight,
+        reference_BSD.flatten(0, 1),
+        reference.lm_head.weight,
+        labels_BS.flatten().to(model.device),
+    )
+
+    def by_row(values: Tensor) -> Tensor:
+        return values.view(labels_BS.shape).cpu()
+
+    own, reference_scores = (TokenScores(*map(by_row, part)) for part in (agreement.own, agreement.reference))
+    scores_BS = AgreementScores(own, reference_scores, by_row(agreement.same_top), by_row(agreement.divergence))
+    return scores_BS, labels_BS, positions_in_documents(batch)
+
+
+def agreement_record(sums: AgreementSums, data: str, seq_len: int, against: str) -> dict[str, Any]:
+    """The result as it is written to the file of results. The fields of the reference begin with `against`."""
+    parts = (sums.own, sums.reference, sums.difference, sums.divergence)
+    total = {"tokens": int(sums.own.tokens), "rows": sums.own.rows}
+    by_position = [
+        {"begin": own.begin, "end": own.end, "tokens": own.tokens, **_figures(own, *others)}
+        for own, *others in zip(*(part.by_position() for part in parts), strict=True)
+    ]
+    head = {"data": data, "seq_len": seq_len, "against": against}
+    return {**head, **total, **_figures(*parts), "by_position": by_position}
+
+
+def _figures(own: Any, reference: Any, difference: Any, divergence: Any) -> dict[str, Any]:
+    return {
+        "loss": own.loss,
+        "against_loss": reference.loss,
+        "difference": difference.loss,
+        "difference_standard_error": difference.standard_error,
+        "same_top": difference.accuracy,
+        "divergence": divergence.loss,
+        "divergence_standard_error": divergence.standard_error,
     }

@@ -24,8 +24,7 @@ from nsa.model.loss import TokenScores
 from nsa.options import AttentionKind
 from nsa_train.convert.dense.source_model import shortest_pattern
 from nsa_train.data.rows.batch import Batch
-from nsa_train.infer.evaluation.agreement import compared_tokens
-from nsa_train.infer.evaluation.held_out import last_hidden_states
+from nsa_train.infer.evaluation.held_out import compared_tokens, last_hidden_states
 from nsa_train.infer.evaluation.selection import mass_shares, selection_by_layer
 from nsa_train.train.held_out_loss import LossSums
 
@@ -45,7 +44,7 @@ _NOT_COMPUTED_WITH = {
 
 
 @dataclass
-class LayerHarm:
+class _LayerHarm:
     layer: int
     kind: AttentionKind
     """Kind of the layer in the sparse model."""
@@ -57,10 +56,10 @@ class LayerHarm:
 
 
 @dataclass
-class HarmfulLayers:
+class _HarmfulLayers:
     divergence: float
     """KL(reference ‖ model)."""
-    layers: list[LayerHarm]
+    layers: list[_LayerHarm]
     advised: list[int] = field(default_factory=list)
     """Layers to make dense, by `advised_layers`."""
     kept_divergence: float | None = None
@@ -92,7 +91,7 @@ def harmful_layers(
     reference: NSAForCausalLM,
     rows: Sequence[Batch],
     after_pass: Callable[[], None] = lambda: None,
-) -> HarmfulLayers:
+) -> _HarmfulLayers:
     """Two passes over the rows per layer that differs, one of each model, and one with the advised layers.
 
     The models must differ in the kinds of their layers alone, as after a conversion; weights may differ by training.
@@ -115,9 +114,9 @@ def harmful_layers(
         one_dense = with_layer_kinds(model.config, _exchanged(kinds, dense, [layer]), {**of_reference, **of_model})
         harm = compare.of(one_sparse)
         gain = whole - compare.of(one_dense).loss
-        harms.append(LayerHarm(layer, kinds[layer], harm.loss, harm.standard_error, gain, counts.get(layer)))
+        harms.append(_LayerHarm(layer, kinds[layer], harm.loss, harm.standard_error, gain, counts.get(layer)))
     both_dense = [layer for layer, pair in enumerate(zip(kinds, dense, strict=True)) if pair == ("dense", "dense")]
-    result = HarmfulLayers(whole, harms, already_dense=both_dense)
+    result = _HarmfulLayers(whole, harms, already_dense=both_dense)
     can_be_dense = [(each.layer, each.harm) for each in harms if dense[each.layer] == "dense"]
     if whole > _SMALLEST_DIVERGENCE and can_be_dense:
         result.advised = _advised_layers(can_be_dense)
@@ -155,7 +154,7 @@ def passes_over_rows(model: NSAForCausalLM, reference: NSAForCausalLM) -> int:
     return 2 + 2 * sum(own != other for own, other in pairs)
 
 
-def layers_record(result: HarmfulLayers, data: str, seq_len: int, rows: int, against: str) -> dict[str, Any]:
+def layers_record(result: _HarmfulLayers, data: str, seq_len: int, rows: int, against: str) -> dict[str, Any]:
     """The result as it is written to the file of results."""
     layers = [
         {

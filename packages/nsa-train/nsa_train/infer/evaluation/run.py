@@ -13,24 +13,27 @@ from torch import Tensor
 from nsa.errors import ConfigError, DataError, NSAError
 from nsa_train import names
 from nsa_train.data.rows.specs import RowData, SyntheticData
-from nsa_train.infer.evaluation.agreement import (
+from nsa_train.infer.evaluation.far_evaluation import FarCell, TransformersScorer, evaluate_far_task
+from nsa_train.infer.evaluation.far_tasks import (
+    FAR_TASKS,
+    MOST_CHARACTERS,
+    HayText,
+    built_in_hay,
+    hay_of_file,
+    hay_of_texts,
+)
+from nsa_train.infer.evaluation.held_out import (
     AgreementSums,
     agreement_record,
     agreement_with,
-    require_same_vocabulary,
-)
-from nsa_train.infer.evaluation.far_evaluation import FarCell, evaluate_far_task
-from nsa_train.infer.evaluation.far_tasks import FAR_TASKS
-from nsa_train.infer.evaluation.hay import MOST_CHARACTERS, HayText, built_in_hay, hay_of_file, hay_of_texts
-from nsa_train.infer.evaluation.held_out import (
     bytes_per_token,
     held_out_data,
     held_out_record,
     model_token_scores,
+    require_same_vocabulary,
     rows_of,
 )
 from nsa_train.infer.evaluation.layer_harm import harmful_layers, layers_record, passes_over_rows
-from nsa_train.infer.evaluation.score_answers import TransformersScorer
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa_train.infer.load_model import LoadedModel, ModelSource
 from nsa_train.record.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION
@@ -102,21 +105,13 @@ def evaluate_model(
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Results by task. `reference`: the model to compare with. `note` is called with what was left out, and why."""
-    results: dict[str, dict[str, Any]] = {}
     tasks = request.with_reference(reference is not None)
     if reference is not None:
         require_same_vocabulary(loaded.model, reference.model)
     data = _find_data(loaded, request, note)
+    results: dict[str, dict[str, Any]] = {}
     if data is not None:
-        if reference is not None:
-            results |= _beside(loaded, reference, data, request, tasks, progress, note)
-        elif HELD_OUT in tasks:
-            results[HELD_OUT] = _held_out(loaded, data, request.rows, progress)
-        if SELECTION in tasks:
-            results[SELECTION] = _selection(loaded, data, request.rows, progress)
-        if SELECTION in tasks and reference is not None:
-            other = _selection(reference, data, request.rows, progress)
-            results[SELECTION] |= {"against": {"model": _name(reference), **other}} if other["layers"] else {}
+        results |= _RowTasks(loaded, reference, data, request, progress, note).results(tasks)
     far = [task for task in tasks if task in FAR_TASKS]
     if far and loaded.text_tokenizer is None and not request.tasks:
         note("far tasks left out: the model was saved without a tokenizer, and they are text")
@@ -141,10 +136,9 @@ def _far_tasks(
     results = {}
     for task in far:
         after_example = _TaskProgress(progress, task, total)
-
-        def cells_of(model: LoadedModel, task: str, after_example: _TaskProgress) -> list[FarCell]:
-            scorer = TransformersScorer(model.model)
-            return evaluate_far_task(
+        scorers = [TransformersScorer(each.model) for each in models]
+        own, *others = (
+            evaluate_far_task(
                 task,
                 scorer,
                 lambda text: loaded.encode([text])[0],
@@ -153,12 +147,12 @@ def _far_tasks(
                 depths=request.depths,
                 limit=request.limit,
                 seed=request.seed,
-                l_sel=model.model.config.l_sel,
-                selected_by_layer=lambda: scorer.selected_by_layer,
+                l_sel=each.model.config.l_sel,
+                selected_by_layer=lambda scorer=scorer: scorer.selected_by_layer,  # type: ignore[misc]
                 after_example=after_example,
             )
-
-        own, *others = (cells_of(model, task, after_example) for model in models)
+            for each, scorer in zip(models, scorers, strict=True)
+        )
         cells = [cell.as_record() for cell in own]
         if reference is not None:
             for cell, other in zip(cells, others[0], strict=True):
@@ -175,59 +169,90 @@ def _against_cell(cell: FarCell, name: str) -> dict[str, Any]:
     return {"against": name} | {f"against_{key}": record[key] for key in keys}
 
 
-def _beside(
-    loaded: LoadedModel,
-    reference: LoadedModel,
-    data: RowData,
-    request: EvaluationRequest,
-    tasks: Sequence[str],
-    progress: _Progress,
-    note: Callable[[str], None],
-) -> dict[str, dict[str, Any]]:
-    """Held-out loss of both models and their agreement, in one pass; then the harm of single layers."""
-    results: dict[str, dict[str, Any]] = {}
-    if {HELD_OUT, AGREEMENT} & set(tasks):
-        sums = _agreement(loaded, reference, data, request.rows, progress)
-        if HELD_OUT in tasks:
-            other = {"model": _name(reference), **held_out_record(sums.reference, data)}
-            results[HELD_OUT] = held_out_record(sums.own, data) | {"against": other}
-        if AGREEMENT in tasks:
-            results[AGREEMENT] = agreement_record(sums, str(data), data.seq_len, _name(reference))
-    if LAYERS in tasks:
-        try:
-            results[LAYERS] = _layers(loaded, reference, data, request, progress)
-        except ConfigError as error:
-            if LAYERS in (request.tasks or ()):
-                raise
-            note(f"harm of single layers left out: {error}")
-    return results
+@dataclass(frozen=True)
+class _RowTasks:
+    """Tasks on held-out rows: those of one model, and with a reference those that compare the two."""
 
+    loaded: LoadedModel
+    reference: LoadedModel | None
+    data: RowData
+    request: EvaluationRequest
+    progress: _Progress
+    note: Callable[[str], None]
 
-def _agreement(
-    loaded: LoadedModel, reference: LoadedModel, data: RowData, rows: int | None, progress: _Progress
-) -> AgreementSums:
-    sums = agreement_with(
-        loaded.model,
-        reference.model,
-        rows_of(data, rows),
-        bytes_per_token_V=_bytes_per_token(loaded, data),
-        after_batch=_TaskProgress(progress, AGREEMENT, rows),
-    )
-    if not sums.own.rows:
-        raise _no_rows(data)
-    return sums
+    def results(self, tasks: Sequence[str]) -> dict[str, dict[str, Any]]:
+        results: dict[str, dict[str, Any]] = {}
+        if self.reference is not None and {HELD_OUT, AGREEMENT} & {*tasks}:
+            sums = self._agreement(self.reference)
+            other = {"model": _name(self.reference), **held_out_record(sums.reference, self.data)}
+            results[HELD_OUT] = held_out_record(sums.own, self.data) | {"against": other}
+            results[AGREEMENT] = agreement_record(sums, str(self.data), self.data.seq_len, _name(self.reference))
+        elif HELD_OUT in tasks:
+            results[HELD_OUT] = self._held_out()
+        if self.reference is not None and LAYERS in tasks:
+            try:
+                results[LAYERS] = self._layers(self.reference)
+            except ConfigError as error:
+                if LAYERS in (self.request.tasks or ()):
+                    raise
+                self.note(f"harm of single layers left out: {error}")
+        if SELECTION in tasks:
+            results[SELECTION] = self._selection(self.loaded)
+            if self.reference is not None and (other := self._selection(self.reference))["layers"]:
+                results[SELECTION] |= {"against": {"model": _name(self.reference), **other}}
+        return {task: result for task, result in results.items() if task in tasks}
 
+    def _held_out(self) -> dict[str, Any]:
+        rows = self.request.rows
+        sums = held_out_loss(
+            rows_of(self.data, rows),
+            model_token_scores(self.loaded.model),
+            bytes_per_token_V=self._bytes_per_token(),
+            after_batch=_TaskProgress(self.progress, HELD_OUT, rows),
+        )
+        self._require_rows(sums.rows)
+        return held_out_record(sums, self.data)
 
-def _layers(
-    loaded: LoadedModel, reference: LoadedModel, data: RowData, request: EvaluationRequest, progress: _Progress
-) -> dict[str, Any]:
-    most = request.layer_rows if request.rows is None else min(request.rows, request.layer_rows)
-    rows = list(rows_of(data, most))
-    if not rows:
-        raise _no_rows(data)
-    after_pass = _TaskProgress(progress, LAYERS, passes_over_rows(loaded.model, reference.model))
-    harm = harmful_layers(loaded.model, reference.model, rows, after_pass)
-    return layers_record(harm, str(data), data.seq_len, len(rows), _name(reference))
+    def _agreement(self, reference: LoadedModel) -> AgreementSums:
+        """Held-out loss of both models and their agreement, in one pass."""
+        sums = agreement_with(
+            self.loaded.model,
+            reference.model,
+            rows_of(self.data, self.request.rows),
+            bytes_per_token_V=self._bytes_per_token(),
+            after_batch=_TaskProgress(self.progress, AGREEMENT, self.request.rows),
+        )
+        self._require_rows(sums.own.rows)
+        return sums
+
+    def _layers(self, reference: LoadedModel) -> dict[str, Any]:
+        rows = list(rows_of(self.data, self._at_most(self.request.layer_rows)))
+        self._require_rows(len(rows))
+        after_pass = _TaskProgress(self.progress, LAYERS, passes_over_rows(self.loaded.model, reference.model))
+        harm = harmful_layers(self.loaded.model, reference.model, rows, after_pass)
+        return layers_record(harm, str(self.data), self.data.seq_len, len(rows), _name(reference))
+
+    def _selection(self, loaded: LoadedModel) -> dict[str, Any]:
+        data, most = self.data, self._at_most(_SELECTION_ROWS)
+        after_row = _TaskProgress(self.progress, SELECTION, most)
+        places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
+        figures = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
+        return selection_record(figures, str(data), data.seq_len, after_row.done)
+
+    def _at_most(self, rows: int) -> int:
+        return rows if self.request.rows is None else min(self.request.rows, rows)
+
+    def _require_rows(self, rows: int) -> None:
+        if not rows:
+            raise DataError(
+                f"{self.data} holds no row of {self.data.seq_len} tokens. Give other data with --data, or set "
+                f"--seq-len."
+            )
+
+    def _bytes_per_token(self) -> Tensor | None:
+        if self.loaded.text_tokenizer is None or isinstance(self.data, SyntheticData):
+            return None
+        return bytes_per_token(self.loaded.text_tokenizer, self.loaded.model.config.vocab_size)
 
 
 def _name(loaded: LoadedModel) -> str:
@@ -249,36 +274,6 @@ class _TaskProgress:
     def __call__(self) -> None:
         self.done += 1
         self._progress(self._task, self.done, self._total)
-
-
-def _held_out(loaded: LoadedModel, data: RowData, rows: int | None, progress: _Progress) -> dict[str, Any]:
-    sums = held_out_loss(
-        rows_of(data, rows),
-        model_token_scores(loaded.model),
-        bytes_per_token_V=_bytes_per_token(loaded, data),
-        after_batch=_TaskProgress(progress, HELD_OUT, rows),
-    )
-    if not sums.rows:
-        raise _no_rows(data)
-    return held_out_record(sums, data)
-
-
-def _no_rows(data: RowData) -> DataError:
-    return DataError(f"{data} holds no row of {data.seq_len} tokens. Give other data with --data, or set --seq-len.")
-
-
-def _bytes_per_token(loaded: LoadedModel, data: RowData) -> Tensor | None:
-    if loaded.text_tokenizer is None or isinstance(data, SyntheticData):
-        return None
-    return bytes_per_token(loaded.text_tokenizer, loaded.model.config.vocab_size)
-
-
-def _selection(loaded: LoadedModel, data: RowData, rows: int | None, progress: _Progress) -> dict[str, Any]:
-    most = _SELECTION_ROWS if rows is None else min(rows, _SELECTION_ROWS)
-    after_row = _TaskProgress(progress, SELECTION, most)
-    places = {"answer_places": data.make_rows().answer_places} if isinstance(data, SyntheticData) else {}
-    figures = selection_by_layer(loaded.model, rows_of(data, most), after_row, **places)
-    return selection_record(figures, str(data), data.seq_len, after_row.done)
 
 
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:

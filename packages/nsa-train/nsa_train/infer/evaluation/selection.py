@@ -3,7 +3,7 @@
 On synthetic rows, which say where the fact of every answer lies, also whether the selected blocks hold it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from nsa.hf.modeling import NSAForCausalLM
 from nsa.model.loss import linear_token_scores
 from nsa_train.data.rows.batch import Batch
 from nsa_train.data.rows.synthetic import AnswerPlace
-from nsa_train.infer.evaluation.fact_hits import FactHits, HitCounts
 from nsa_train.infer.evaluation.held_out import last_hidden_states
 
 _AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
@@ -25,7 +24,53 @@ _AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 
 
 @dataclass
-class FactFigures:
+class HitCounts:
+    """Questions of one layer, or of all together."""
+
+    questions: int = 0
+    hits: int = 0
+    """Questions whose fact lies in a selected block."""
+    right: int = 0
+    right_if_hit: int = 0
+
+    def add(self, hit: bool, right: bool) -> None:
+        self.questions += 1
+        self.hits += hit
+        self.right += right
+        self.right_if_hit += hit and right
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.questions
+
+    @property
+    def accuracy_if_hit(self) -> float | None:
+        return self.right_if_hit / self.hits if self.hits else None
+
+    @property
+    def accuracy_if_missed(self) -> float | None:
+        missed = self.questions - self.hits
+        return (self.right - self.right_if_hit) / missed if missed else None
+
+
+@dataclass
+class FactHits:
+    """Hits of every layer that selects blocks, in any group, and of any layer."""
+
+    by_layer: list[HitCounts] = field(default_factory=list)
+    any_layer: HitCounts = field(default_factory=HitCounts)
+
+    def add(self, selected_by_layer: Sequence[Collection[int]], fact_blocks: set[int], right: bool) -> None:
+        """Count a question: the blocks that each layer selected, those of the fact, and whether the answer is right."""
+        self.by_layer = self.by_layer or [HitCounts() for _ in selected_by_layer]
+        hits = [not fact_blocks.isdisjoint(blocks) for blocks in selected_by_layer]
+        for counts, hit in zip(self.by_layer, hits, strict=True):
+            counts.add(hit, right)
+        self.any_layer.add(any(hits), right)
+
+
+@dataclass
+class _FactFigures:
     """Hits on the facts of questions. Left out: facts in blocks that are always selected, queries that take all. With
     layers of kind `merged`, blocks are those before the window, also in the chances of other layers."""
 
@@ -37,10 +82,10 @@ class FactFigures:
 
 
 @dataclass
-class SelectionFigures:
+class _SelectionFigures:
     counts: list[tuple[int, SelectionCounts]] = field(default_factory=list)
     """(number of the layer, its counts) for every layer that selects blocks."""
-    facts: FactFigures = field(default_factory=FactFigures)
+    facts: _FactFigures = field(default_factory=_FactFigures)
 
 
 @torch.inference_mode()
@@ -49,12 +94,12 @@ def selection_by_layer(
     rows: Iterable[Batch],
     after_row: Callable[[], None] = lambda: None,
     answer_places: _AnswerPlaces = lambda row_ids: (),
-) -> SelectionFigures:
+) -> _SelectionFigures:
     """Measure what each layer selects on these rows.
 
     answer_places: where the questions and facts of rows with these numbers lie.
     """
-    figures = SelectionFigures()
+    figures = _SelectionFigures()
     with probing(model, SelectionProbe) as probes:
         # Names are model.layers.N.attention.
         numbered = [(int(name.split(".")[2]), probe) for name, probe in probes.items()]
@@ -80,7 +125,7 @@ def right_answers(model: NSAForCausalLM, batch: Batch, places: Sequence[AnswerPl
 
 
 def _add_facts(
-    facts: FactFigures,
+    facts: _FactFigures,
     model: NSAForCausalLM,
     batch: Batch,
     places: Sequence[AnswerPlace],
@@ -102,7 +147,7 @@ def _add_facts(
             facts.expected += 1 - (1 - chance) ** (n_groups * len(blocks))
 
 
-def selection_record(figures: SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
+def selection_record(figures: _SelectionFigures, data: str, seq_len: int, rows: int) -> dict[str, Any]:
     """The result as it is written to the file of results."""
     layers = [
         {

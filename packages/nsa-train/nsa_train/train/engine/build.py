@@ -19,7 +19,7 @@ from olmo_core.train.train_module.transformer.config import (
 
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
-from nsa_train.config.parallel_rules import hsdp_shard_ranks
+from nsa_train.config.rules import hsdp_shard_ranks
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
 from nsa_train.record.run_folder import RunFolder

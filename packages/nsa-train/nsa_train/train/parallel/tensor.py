@@ -75,7 +75,7 @@ def shard_by_group(
 
 
 def _count_own_groups(layer: NSAAttention, ranks: int) -> None:
-    assert layer.n_kv_groups % ranks == 0  # nsa_train.config.parallel_rules
+    assert layer.n_kv_groups % ranks == 0  # nsa_train.config.rules
     layer.n_heads //= ranks
     layer.n_kv_groups //= ranks
     layer.strategy.shape = layer.strategy.shape._replace(n_kv_groups=layer.n_kv_groups)

@@ -26,7 +26,7 @@ _TEXT_FIELDS = ("why", "failure_code", "error", "problem", "reason", "message", 
 
 
 @dataclass(frozen=True)
-class Sighting:
+class Observation:
     at: float
     kind: str
     """Kind of an event; `launcher:ACTION`, `finding:CONDITION`; `log` for a line of a log file, `exit` for a launcher
@@ -40,7 +40,7 @@ class Sighting:
 
 
 class RunObserver:
-    """Sightings and progress of a run so far; `update` reads what was appended since the last call.
+    """Observations and progress of a run so far; `update` reads what was appended since the last call.
 
     folder: the drill's, with the logs of launchers, watchdog and servers. run_folder: the run's.
     """
@@ -51,7 +51,7 @@ class RunObserver:
         self._beats = RecordTail(run_folder / names.heartbeat(0), beat_fields(0))
         self._logs: dict[Path, RecordTail[str]] = {}
         self._unreadable = 0
-        self.sightings: list[Sighting] = []
+        self.observations: list[Observation] = []
         self.step = 0
         """Newest step of rank 0."""
         self.furthest_step = 0
@@ -75,7 +75,7 @@ class RunObserver:
             self.add("unreadable", f"{unreadable} records of events or heartbeats cannot be read")
 
     def add(self, kind: str, text: str, step: int | None = None) -> None:
-        self.sightings.append(Sighting(self._clock(), kind, text, step))
+        self.observations.append(Observation(self._clock(), kind, text, step))
 
     def close(self) -> None:
         tails: list[RecordTail[Any]] = [self._events, self._beats, *self._logs.values()]

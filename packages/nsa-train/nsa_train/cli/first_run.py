@@ -1,7 +1,6 @@
-"""`nsa demo`: prepare the shipped text, train a small model, report, generate, and draw what the layers selected.
+"""Commands for a first run: `nsa init` writes its folder, `nsa demo` takes one from text to report.
 
-It runs the commands that a user would type, prints each, and leaves out those whose results are there. While the model
-trains, each new checkpoint continues a prompt.
+The demo runs the commands that a user would type, prints each, and leaves out those whose results are there.
 """
 
 import shlex
@@ -12,22 +11,87 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.errors import ExitCode
-from nsa_train.cli.init import write_starter
-from nsa_train.cli.outputs import print_line
+from nsa.errors import ConfigError, ExitCode, OutputError
+from nsa_train.cli.outputs import print_line, require_writable_folder
 from nsa_train.cli.report import DEFAULT_NAME
 
 if TYPE_CHECKING:
+    from nsa_train.config.starter_config import StarterConfig
     from nsa_train.record.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
     from nsa_train.train.run_outputs import RunReporter
 
+_NOTICES = "NOTICES.txt"
 _STEPS_PER_MINUTE = 120
 """Training steps for each minute of the whole command: 600 steps took 4 min 52 s on two idle cores."""
 _PROMPT, _TEMPERATURE, _SEED = "The ", 0.7, 1
 _SAMPLE_TOKENS, _LAST_TOKENS = 32, 60
 _PICTURE = "selection.svg"
 _INTERRUPTED = 130
+
+
+def init(
+    folder: Path = typer.Argument(None, metavar="FOLDER", help="Folder to write; created if it does not exist."),
+    config: str = typer.Option(
+        None, "--config", metavar="NAME", help="Shipped config to start from. Default: a first model for a CPU."
+    ),
+    text: bool = typer.Option(False, "--text", help="Also write a small corpus: 5 MB of English documentation."),
+    list_configs: bool = typer.Option(False, "--list", help="Print the shipped configs and exit."),
+) -> None:
+    """Write a folder for a run: a commented config.yaml and, with --text, a small corpus. Prints what to run next.
+
+    **Examples:** `nsa init my-run --text`, and for a long run `nsa init big --config base_125m_8k`
+    """
+    from nsa_train.config.starter_config import CONFIG_FILE, FIRST_CONFIG, TEXT_FOLDER, make_starter
+
+    if list_configs:
+        _print_configs()
+        return
+    if folder is None:
+        raise ConfigError("no folder was given. Name one, e.g. `nsa init my-run`; `--list` prints the shipped configs.")
+    starter = make_starter(config or FIRST_CONFIG, folder)
+    _write_starter(folder, starter, with_text=text)
+    print_line(f"wrote {folder / CONFIG_FILE}" + (f" and a corpus in {folder / TEXT_FOLDER}" if text else ""))
+    if starter.reads_text and not text:
+        print_line(f"put your text into {folder / TEXT_FOLDER}, then (`nsa init FOLDER --text` writes a small corpus):")
+    else:
+        print_line("next:")
+    for command in starter.commands:
+        print_line(f"  {command}")
+
+
+def _write_starter(folder: Path, starter: "StarterConfig", *, with_text: bool) -> None:
+    """Write config, text folder and, if requested, the corpus with its licences. Nothing is overwritten."""
+    from nsa.files import create_atomic
+    from nsa_train.config.starter_config import CONFIG_FILE, TEXT_FOLDER
+    from nsa_train.shipped import CORPUS, CORPUS_LICENCES
+
+    texts = folder / TEXT_FOLDER
+    copies = {texts / CORPUS.name: CORPUS, folder / _NOTICES: CORPUS_LICENCES} if with_text else {}
+    require_writable_folder(folder)
+    if existing := [str(path) for path in (folder / CONFIG_FILE, *copies) if path.exists()]:
+        raise OutputError(
+            f"{', '.join(existing)} already exists: nsa init overwrites nothing. Name another folder, or move it away."
+        )
+    new_folder = texts if with_text or starter.reads_text else folder
+    new_folder.mkdir(parents=True, exist_ok=True)
+    for target, source in copies.items():
+        shutil.copyfile(source, target)
+    create_atomic(folder / CONFIG_FILE, starter.text)
+
+
+def _print_configs() -> None:
+    from nsa_train.config.starter_config import shipped_configs
+
+    old = False
+    for each in shipped_configs():
+        if each.for_earlier_runs and not old:
+            old = True
+            print_line("")
+            print_line("kept for scripts and earlier runs; start new runs from those above:")
+        print_line(each.name)
+        print_line(f"  {each.purpose}")
+        print_line(f"  hardware: {each.hardware}")
 
 
 def demo(
@@ -56,21 +120,21 @@ def demo(
     config, text, run = (folder / name for name in (CONFIG_FILE, TEXT_FOLDER, RUN_FOLDER))
     starter = make_starter(FIRST_CONFIG, folder)
     if not config.exists():
-        write_starter(folder, starter, with_text=True)
+        _write_starter(folder, starter, with_text=True)
         print_line(f"wrote {config} and a corpus in {text}")
     try:
-        made_by = {"tokenizer": folder / TOKENIZER_FILE, "prepare": folder / DATA_FOLDER / MANIFEST_NAME}
+        outputs = {"tokenizer": folder / TOKENIZER_FILE, "prepare": folder / DATA_FOLDER / MANIFEST_NAME}
         for words in map(shlex.split, starter.commands):
-            if words[1] == "data" and not made_by[words[2]].exists():
-                _run(words[1:])
+            if words[1] == "data" and not outputs[words[2]].exists():
+                _run_command(words[1:])
         saved = CheckpointFolder(run / CHECKPOINTS).steps()
         if not saved or saved[-1] < steps:
             every = max(1, steps // 3)
             changes = [f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}"]
             _train([str(config), *changes], run / CHECKPOINTS, resume=bool(saved))
         sampling = ["--temperature", str(_TEMPERATURE), "--seed", str(_SEED), "-n", str(_LAST_TOKENS)]
-        _run(["generate", str(run), "--prompt", _PROMPT, *sampling])
-        _run(["report", str(run)])
+        _run_command(["generate", str(run), "--prompt", _PROMPT, *sampling])
+        _run_command(["report", str(run)])
         _draw_selection(run, text, folder / _PICTURE)
     except (KeyboardInterrupt, typer.Abort):
         _say_how_to_continue()
@@ -83,7 +147,7 @@ def demo(
         print_line(f"  {command}")
 
 
-def _run(words: Sequence[str]) -> None:
+def _run_command(words: Sequence[str]) -> None:
     """Print an `nsa` command and run it; a command that stops early ends the demo with its exit code."""
     from nsa_train.cli.main import app
 
@@ -119,9 +183,7 @@ class _SampleReporter:
 
     def __init__(self, console: "RunReporter", checkpoints: Path) -> None:
         from nsa_train.checkpoint.folder import CheckpointFolder
-        from nsa_train.infer.generate import (
-            silence_transformers,  # takes seconds: before training, not between two steps
-        )
+        from nsa_train.infer.generate import silence_transformers  # takes seconds: not between two steps
 
         silence_transformers()
         self._console, self._checkpoints = console, CheckpointFolder(checkpoints)

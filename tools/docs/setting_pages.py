@@ -1,29 +1,27 @@
-"""Generates docs/CONFIG.md and docs/ENV.md from the schema and the table of environment variables."""
+"""Writes docs/CONFIG.md and docs/ENV.md from the schema and the table of environment variables."""
 
 import inspect
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from nsa_train.config import env
-from nsa_train.config.describe import kind, may_change_on_resume, plain, unit
 from nsa_train.config.schema import RETIRED_KEYS, RunConfig, sections, settings
+from nsa_train.config.setting_types import kind, may_change_on_resume, plain, unit
 
-_REFRESH = "nsa config docs"
-_NOTE = f"<!-- Written by `{_REFRESH}`. Edit core/attention_config.py, config/*_sections.py or env.py instead. -->"
-
-
-def pages() -> dict[str, str]:
-    """File name → its text."""
-    return {"CONFIG.md": "\n".join(_config_page()), "ENV.md": "\n".join(_env_page())}
+_NOTE = (
+    "<!-- Written by `python -m tools.docs.regenerate`. Edit core/attention_config.py, config/*_sections.py or env.py "
+    "instead. -->"
+)
 
 
-def write(folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, text in pages().items():
-        (folder / name).write_text(text, encoding="utf-8")
-        written.append(folder / name)
-    return written
+_LIBRARIES: dict[str, str] = {
+    "GOMP_SPINCOUNT": "Turns an OpenMP thread (GNU's runtime, torch's on Linux) waits for work before it sleeps; `nsa` "
+    "sets 1000. On cores that nothing else uses, a higher count is faster for small models.",
+    "OMP_WAIT_POLICY": "`active` or `passive`; if set, `nsa` leaves the spin count alone.",
+    "OMP_NUM_THREADS": "Threads of one process; `nsa launch --nproc N` sets 1 if N > 1 and it is not set.",
+    "NO_COLOR": "Any value but the empty one: no colours in the output of commands; bold and dim text stays. Output "
+    "into a file or a pipe has neither.",
+}
+"""Variables of libraries that matter here."""
 
 
 def _config_page() -> Iterator[str]:
@@ -115,7 +113,7 @@ def _env_page() -> Iterator[str]:
         "",
         "Read by libraries, not settings of a run. `nsa` sets the spin count unless you set it or the wait policy.",
         "",
-        *_table(("name", "meaning"), ((f"`{name}`", meaning) for name, meaning in env.LIBRARIES.items())),
+        *_table(("name", "meaning"), ((f"`{name}`", meaning) for name, meaning in _LIBRARIES.items())),
         "Training step of `configs/cpu_quickstart.yaml`, two OpenMP threads on two cores (Xeon, 2.5 GHz, 2026-11-17).",
         "*Alone*: with real-time priority on a machine that is never idle. *Busy*: sharing both cores, load 4 to 6.",
         "",
@@ -176,3 +174,6 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[s
     for row in rows:
         yield f"| {' | '.join(row)} |"
     yield ""
+
+
+PAGES = {"docs/CONFIG.md": lambda: "\n".join(_config_page()), "docs/ENV.md": lambda: "\n".join(_env_page())}

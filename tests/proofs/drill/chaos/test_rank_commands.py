@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from proofs.drill.chaos.orders import CLOCK, NAN, OrderFile, OrderFollower
+from proofs.drill.chaos.rank_commands import CLOCK, NAN, CommandFile, CommandFollower
 
 HOUR_S = 3600.0
 
@@ -15,44 +15,44 @@ def _same_clock_afterwards(monkeypatch):
 
 
 def test_nan_gradients_begin_right_after_a_save_and_last(tmp_path):
-    follower = OrderFollower(tmp_path, rank=1, save_every=10)
-    order = OrderFile.give(tmp_path, 3, 1, NAN)
+    follower = CommandFollower(tmp_path, rank=1, save_every=10)
+    command = CommandFile.write(tmp_path, 3, 1, NAN)
     for step in range(35, 41):
         follower.follow(step)
         assert not follower.nan_gradients
-    assert not order.taken
+    assert not command.taken
     for step in (41, 42, 50):
         follower.follow(step)
         assert follower.nan_gradients
-    assert order.taken
+    assert command.taken
 
 
-def test_a_process_that_starts_later_does_not_follow_an_old_order(tmp_path):
-    OrderFile.give(tmp_path, 3, 1, NAN)
-    OrderFollower(tmp_path, rank=1, save_every=10).follow(41)
-    again = OrderFollower(tmp_path, rank=1, save_every=10)
+def test_a_process_that_starts_later_does_not_follow_an_old_command(tmp_path):
+    CommandFile.write(tmp_path, 3, 1, NAN)
+    CommandFollower(tmp_path, rank=1, save_every=10).follow(41)
+    again = CommandFollower(tmp_path, rank=1, save_every=10)
     again.follow(41)
     assert not again.nan_gradients
 
 
 def test_another_rank_does_not_follow(tmp_path):
-    order = OrderFile.give(tmp_path, 3, 1, NAN)
-    follower = OrderFollower(tmp_path, rank=0, save_every=10)
+    command = CommandFile.write(tmp_path, 3, 1, NAN)
+    follower = CommandFollower(tmp_path, rank=0, save_every=10)
     follower.follow(41)
     assert not follower.nan_gradients
-    assert not order.taken
+    assert not command.taken
 
 
 @pytest.mark.parametrize("seconds", [HOUR_S, -HOUR_S])
 def test_the_clock_jumps_and_returns(tmp_path, seconds):
     true_time = time.time
-    follower = OrderFollower(tmp_path, rank=0, save_every=10)
-    order = OrderFile.give(tmp_path, 4, 0, CLOCK, seconds, for_s=0.2)
+    follower = CommandFollower(tmp_path, rank=0, save_every=10)
+    command = CommandFile.write(tmp_path, 4, 0, CLOCK, seconds, for_s=0.2)
     follower.follow(5)
-    assert order.taken
+    assert command.taken
     assert abs(time.time() - true_time() - seconds) < HOUR_S / 2
-    assert not order.over
+    assert not command.over
     time.sleep(0.25)
     follower.follow(6)
-    assert order.over
+    assert command.over
     assert abs(time.time() - true_time()) < HOUR_S / 2
