@@ -32,7 +32,7 @@ from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback, PathOrStr
 from nsa_train.train.engine.checkpointer import signing_key
-from nsa_train.train.engine.experiment_tracking import start_tracking
+from nsa_train.train.experiment_tracking import start_tracking
 from nsa_train.train.resume import ResumePoint, SettingChange
 from nsa_train.train.start_options import StartOptions
 

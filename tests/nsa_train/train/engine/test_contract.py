@@ -28,7 +28,7 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.nn.transformer import init as engine_init
 from olmo_core.train import Checkpointer, Trainer
 from olmo_core.train import prepare_training_environment as prepare
-from olmo_core.train.callbacks import Callback, CheckpointerCallback, WandBCallback
+from olmo_core.train.callbacks import Callback, CheckpointerCallback
 from olmo_core.train.train_module import TransformerTrainModule
 from olmo_core.train.train_module.transformer.config import TransformerContextParallelConfig
 
@@ -499,21 +499,13 @@ def test_the_head_hands_its_options_on_and_finishes_losses():
     assert LMOutputWithLoss._fields == ("logits", "loss", "ce_loss", "z_loss")
 
 
-# Environment and tracking
+# Environment
 
 
 def test_environment_takes_these_arguments():
     """`nsa_train.train.engine.environment` also undoes the default device that this function sets."""
     assert {"seed", "backend", "timeout", "shared_filesystem"} <= inspect.signature(prepare).parameters.keys()
     assert "torch.set_default_device" in inspect.getsource(prepare)
-
-
-def test_wandb_callback_reads_only_the_work_dir_of_its_trainer():
-    """`experiment_tracking` gives it a stand-in for the trainer with that field only."""
-    read = re.findall(r"self\.trainer\.(\w+)", inspect.getsource(WandBCallback.pre_train))
-    read += re.findall(r"self\.trainer\.(\w+)", inspect.getsource(WandBCallback.log_metrics))
-    assert set(read) == {"work_dir"}
-    assert list(inspect.signature(WandBCallback.log_metrics).parameters) == ["self", "step", "metrics"]
 
 
 # Each member in turn is renamed or changed, and the test for it must fail.
@@ -628,10 +620,6 @@ UPGRADES = {
         setattr, Callback, "collectives", None,
     ),
     "init_weights": (test_mixer_weights_come_from_init_weights, rename, "init_weights", Transformer, SequenceMixer),
-    "wandb": (
-        lambda engine: test_wandb_callback_reads_only_the_work_dir_of_its_trainer(),
-        rewrite, WandBCallback, "pre_train", "self.trainer.work_dir", "self.trainer.save_folder",
-    ),
 }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ tests/nsa_train/train/engine/test_contract.py:
 - this file: sets OLMO_TRITON_CACHE_BASE before the engine is imported.
 - `environment`: process groups, seeds, logging and the default device that the engine sets; replaces
   `patch_torch_stream_custom_ops` in runs that compile nothing.
-- `experiment_tracking`: `WandBCallback`, called outside the trainer.
 
 The callbacks in `nsa_train.train.callbacks` subclass `Callback` and use its public hooks, `step` and `trainer` only.
 """

@@ -1,11 +1,12 @@
-"""Experiment trackers of a run: Weights & Biases through the engine's callback, MLflow through its client.
+"""Experiment trackers of a run: Weights & Biases and MLflow, through their clients.
 
 Each service has a queue and a thread: its client may block for minutes, which must never block training. Records that a
-slow or unavailable service misses are dropped; the run folder has all of them. The engine would call its W&B callback
-in the training loop, with metrics of a pipeline that is off (see `bad_step_hook`).
+slow or unavailable service misses are dropped; the run folder has all of them. The engine's W&B callback is called in
+the training loop, with metrics of a pipeline that is off (see `bad_step_hook`).
 """
 
 import json
+import os
 import queue
 import re
 import threading
@@ -14,11 +15,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from types import SimpleNamespace
 from typing import Protocol
-
-from olmo_core.exceptions import OLMoEnvironmentError
-from olmo_core.train.callbacks import WandBCallback
 
 from nsa.errors import ConfigError
 from nsa.files import write_atomic
@@ -184,29 +181,39 @@ class _MLflow:
 class _WeightsAndBiases:
     name = "Weights & Biases (track.wandb_project)"
 
-    def __init__(self, callback: WandBCallback, run_folder: Path, ids: TrackerIds) -> None:
-        self.errors: tuple[type[Exception], ...] = (OLMoEnvironmentError, OSError)
-        self._callback, self._ids = callback, ids
-        callback.trainer = SimpleNamespace(work_dir=run_folder)  # all that it reads of a trainer before it logs
+    def __init__(self, config: RunConfig, run_name: str, run_folder: Path, ids: TrackerIds) -> None:
+        self.errors: tuple[type[Exception], ...] = (OSError,)
+        self._config, self._run_name, self._folder, self._ids = config, run_name, run_folder / "wandb", ids
 
     def open(self) -> None:
         import wandb
-        from wandb.errors import Error
+        from wandb.errors import Error, UsageError
 
-        self.errors = (Error, OLMoEnvironmentError, OSError)
+        self.errors = (Error, OSError)
+        if "WANDB_API_KEY" not in os.environ:  # the client would ask for it on a terminal
+            raise UsageError("WANDB_API_KEY is not set")
         if (run_id := self._ids.get("wandb")) is None:
             run_id = token_hex(8)
             self._ids.put("wandb", run_id)
-        # By default the client also sends the command line and the console output, which may contain passwords.
-        wandb.setup(wandb.Settings(console="off", x_disable_meta=True, run_id=run_id, resume="allow"))
-        self._callback.pre_train()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            dir=self._folder,
+            project=self._config.track.wandb_project,
+            entity=self._config.track.wandb_entity,
+            group=self._run_name,
+            name=self._run_name,
+            config=self._config.model_dump(mode="json", include=_SENT_SECTIONS),
+            id=run_id,
+            resume="allow",
+            # By default the client also sends the command line and the console output, which may contain passwords.
+            settings=wandb.Settings(console="off", x_disable_meta=True),
+        )
 
     def send(self, step: int, numbers: dict[str, float]) -> None:
-        self._callback.log_metrics(step, numbers)
+        self._run.log(numbers, step=step)
 
     def close(self) -> None:
-        # Not the callback's `finalize`: it passes an argument that the client no longer has.
-        self._callback.run.finish()
+        self._run.finish()
 
 
 def start_tracking(
@@ -221,14 +228,7 @@ def start_tracking(
     services: list[_TrackingService] = []
     if track.wandb_project is not None:
         _require("wandb", "track.wandb_project")
-        callback = WandBCallback(
-            name=name,
-            project=track.wandb_project,
-            entity=track.wandb_entity,
-            group=name,
-            config=config.model_dump(mode="json", include=_SENT_SECTIONS),
-        )
-        services.append(_WeightsAndBiases(callback, run_folder, ids))
+        services.append(_WeightsAndBiases(config, name, run_folder, ids))
     if track.mlflow_uri is not None:
         _require("mlflow", "track.mlflow_uri")
         services.append(_MLflow(track.mlflow_uri, track.mlflow_experiment, name, ids))
