@@ -14,7 +14,7 @@ from nsa_train.watch.conditions import CONDITIONS, HealthLimits
 from nsa_train.watch.hang_diagnosis import diagnose_hang, ranks_behind
 from nsa_train.watch.run_reader import RunReader
 from nsa_train.watch.status import RunPhase
-from nsa_train.watch.watchdog import Watchdog, watch
+from nsa_train.watch.watchdog import Watchdog
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 from tests.nsa_train.watch.recorded import UNWELL
 from tests.nsa_train.watch.test_run_reader import Clock
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched
         (watched.path / names.EVENTS).rmdir()
         watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
 
-    assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
+    assert watched.dog.run(interval_s=1.0, pause=pause) == RunPhase.FINISHED
     assert any("could not be read (events.jsonl 1)" in line for line in watched.said)
     assert any("readable again" in line for line in watched.said)
 
@@ -228,7 +228,7 @@ def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
         watched.lines.append(a_beat(names.DONE, 3, watched.clock.now.wall).to_line())
 
     monkeypatch.setattr(watched.dog._reader, "update", once)
-    assert watch(watched.dog, interval_s=1.0, pause=pause) == RunPhase.FINISHED
+    assert watched.dog.run(interval_s=1.0, pause=pause) == RunPhase.FINISHED
     assert any("Stale file handle" in line for line in watched.said)
 
 
@@ -257,7 +257,7 @@ def test_it_watches_until_the_run_is_finished_or_halted(watched, word, ended):
         if len(pauses) == 3:
             watched.lines.append(a_beat(word, 3, watched.clock.now.wall).to_line())
 
-    assert watch(watched.dog, interval_s=7.0, pause=pause) == ended
+    assert watched.dog.run(interval_s=7.0, pause=pause) == ended
     assert pauses == [7.0] * 3
 
 

@@ -4,7 +4,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,39 +32,35 @@ def monitor(
     """
     from rich.console import Console
 
+    from nsa_train.watch.view.monitor_frame import frame
     from nsa_train.watch.view.summary import SnapshotReader
+    from nsa_train.watch.view.terminal_plot import plain_ascii
 
     console = Console(highlight=False, markup=False)
-    reader = SnapshotReader(run)
-    try:
+    with closing(SnapshotReader(run)) as reader:
+
+        def draw() -> list["Text"]:
+            size = console.size if console.is_terminal else _SMALLEST
+            lines = frame(reader.read(), width or size[0], height or size[1])
+            return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
+
         if once or not console.is_terminal:
-            for line in _frame(reader, console, width, height):
+            for line in draw():
                 console.print(line, overflow="ignore", no_wrap=True, crop=False)
         else:
-            _watch(reader, console, interval, width, height)
-    finally:
-        reader.close()
+            _show_live(draw, console, interval)
 
 
-def _watch(reader, console: "Console", interval: float, width: int | None, height: int | None) -> None:  # type: ignore[no-untyped-def]
+def _show_live(draw: Callable[[], list["Text"]], console: "Console", interval: float) -> None:
     screen = _MonitorScreen(console)
     with console.screen(hide_cursor=True), _keys() as pressed:
         while True:
             began = time.monotonic()
-            screen.show(_frame(reader, console, width, height))
+            screen.show(draw())
             took = time.monotonic() - began
             if pressed(max(interval - took, _PAUSE_FACTOR * took)):
                 screen.clear()
                 return
-
-
-def _frame(reader, console: "Console", width: int | None, height: int | None) -> list["Text"]:  # type: ignore[no-untyped-def]
-    from nsa_train.watch.view.monitor_frame import frame
-    from nsa_train.watch.view.terminal_plot import plain_ascii
-
-    size = console.size if console.is_terminal else _SMALLEST
-    lines = frame(reader.read(), width or size[0], height or size[1])
-    return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
 
 
 class _MonitorScreen:

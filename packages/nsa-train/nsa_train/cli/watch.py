@@ -45,18 +45,17 @@ def watch(
     from nsa_train.watch.conditions import changed_limits
     from nsa_train.watch.status import RunPhase
     from nsa_train.watch.watchdog import Watchdog
-    from nsa_train.watch.watchdog import watch as go
 
     folder = _folder(run, directory)
-    dog = Watchdog(folder, halt=bool(halt), limits=changed_limits(limit or []), emit=_emit)
+    watchdog = Watchdog(folder, halt=bool(halt), limits=changed_limits(limit or []), emit=_emit)
     try:
         if once:
-            dog.begin()
-            dog.check()
+            watchdog.begin()
+            watchdog.check()
             raise typer.Exit(_status(folder, changed_limits(limit or [])).exit_code)
-        ended = go(dog, interval_s=interval)
+        ended = watchdog.run(interval_s=interval)
     finally:
-        dog.close()
+        watchdog.close()
     raise typer.Exit(ExitCode.HALTED if ended == RunPhase.HALTED else 0)
 
 

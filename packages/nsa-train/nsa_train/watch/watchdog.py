@@ -95,6 +95,18 @@ class Watchdog:
             self._cause = None  # what ends this process now is not a consequence of an earlier finding
         return findings
 
+    def run(self, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:
+        """Check until the run is finished or halted; a run that failed, stopped or is gone may be restarted."""
+        self.begin()
+        while True:
+            try:
+                self.check()
+            except OSError as problem:  # a network file system that is briefly unavailable
+                self.log(f"check failed: {problem}")
+            if self.phase in (RunPhase.FINISHED, RunPhase.HALTED):
+                return self.phase
+            pause(interval_s)
+
     def log(self, line: str) -> None:
         """Emit a line and append it to health_check.log."""
         self._emit(line)
@@ -219,19 +231,6 @@ def append_health(folder: Path, line: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     with record_files.open_to_append(folder / names.HEALTH_LOG) as file:
         file.write(f"[{stamp}] {printable(line)}\n")
-
-
-def watch(watchdog: Watchdog, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:
-    """Check until the run is finished or halted; a run that failed, stopped or is gone may be restarted."""
-    watchdog.begin()
-    while True:
-        try:
-            watchdog.check()
-        except OSError as problem:  # a network file system that is briefly unavailable
-            watchdog.log(f"check failed: {problem}")
-        if watchdog.phase in (RunPhase.FINISHED, RunPhase.HALTED):
-            return watchdog.phase
-        pause(interval_s)
 
 
 def _strict(value: Any) -> Any:
