@@ -77,7 +77,8 @@ def our_cache(model: NSAForCausalLM, batch: int, context: int, room: int) -> Cac
         ours = layer.open(block.attention, batch, context)
         for size in _chunks(context):
             streams = [torch.randn(batch, size, config.num_key_value_heads, width) for width in widths]
-            block.attention.fill_cache(ours, BranchStreams(*streams))
+            with torch.no_grad():
+                ours.append(BranchStreams(*streams), None, block.attention.compress)
         layer.advance(context, None)
     return cache
 

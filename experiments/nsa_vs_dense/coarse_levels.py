@@ -12,8 +12,8 @@ from statistics import fmean
 
 from experiments.nsa_vs_dense.depth_map import held_out_answers
 from experiments.nsa_vs_dense.tables import StudyRun, read_tables
-from nsa.core.model_layers import attention_layers
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import attention_layers
 from nsa.geometry import CoarseLevel
 from nsa_train.infer.load_model import LoadedModel, load_model
 
@@ -22,7 +22,7 @@ def set_level(loaded: LoadedModel, level: CoarseLevel | None) -> NSAAttention:
     """Give every NSA layer this second level; returns one of them."""
     layers = [layer for layer in attention_layers(loaded.model).values() if layer.gates]
     for layer in layers:
-        layer.strategy.selection.coarse = level
+        layer.strategy.coarse = level
     return layers[0]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nsa.bench.shapes import SHAPES, BenchShape
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS

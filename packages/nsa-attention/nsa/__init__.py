@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         selected_attention,
         sliding_attention,
     )
-    from nsa.core.kv_cache import NSACache
+    from nsa.core.model_layers import NSACache
     from nsa.core.nsa_attention import NSAAttention
     from nsa.geometry import Geometry
     from nsa.model.transformer import NSATransformer
@@ -27,7 +27,7 @@ _HOMES = {
     "AttentionConfig": "nsa.core.attention_config",
     "Geometry": "nsa.geometry",
     "NSAAttention": "nsa.core.nsa_attention",
-    "NSACache": "nsa.core.kv_cache",
+    "NSACache": "nsa.core.model_layers",
     "NSATransformer": "nsa.model.transformer",
     "compress_blocks": "nsa.core.functional",
     "compressed_attention": "nsa.core.functional",

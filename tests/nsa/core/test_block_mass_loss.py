@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from nsa.core import block_mass_loss as module_under_test
+from nsa.core import block_divergence as module_under_test
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
@@ -114,7 +114,7 @@ def test_every_block_counts_not_only_the_chosen():
     x = torch.randn(1, 200, layer.dim, dtype=torch.float64)
     seen = {}
     for blocks in SELECTOR_BLOCKS:
-        layer.strategy.selection.loss_blocks = blocks
+        layer.strategy.loss_blocks = blocks
         seen[blocks] = loss_of(layer, x)
     assert seen["chosen"] != seen["all"]
 
@@ -163,16 +163,16 @@ def test_compiles_without_graph_breaks(packed):
 
 def test_the_operator_keeps_torchs_contract():
     layer, seen = layer_of(phi="softmax"), []
-    original = module_under_test._differentiable_loss
-    module_under_test._differentiable_loss = lambda *given: seen.append(given) or original(*given)
+    original = module_under_test._differentiable_divergence
+    module_under_test._differentiable_divergence = lambda *given: seen.append(given) or original(*given)
     try:
         layer(torch.randn(2, 60, layer.dim, dtype=torch.float64))
     finally:
-        module_under_test._differentiable_loss = original
+        module_under_test._differentiable_divergence = original
     (given,) = seen
     given = tuple(x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given))
     opcheck(
-        module_under_test._block_mass_loss,
+        module_under_test._divergence,
         given,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa.core.compression import BlockCompressor
-from nsa.core.document_layout import packed_layout, plain_layout
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
 
 LENGTH = 61

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nsa.core.cache_slots import KeySlots
+from nsa.core.cache_pages import KeySlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from tests.attention_options import PHIS

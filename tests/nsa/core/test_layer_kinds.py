@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nsa.core import layer_kinds
 from nsa.core.layer_kinds import LAYER_KINDS
-from nsa.core.layer_of_kind import layer_of_kind, layer_parameters
+from nsa.core.model_layers import layer_of_kind, layer_parameters
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nsa.core.layer_kinds import merge
-from nsa.core.layer_of_kind import layer_of_kind
+from nsa.core.model_layers import layer_of_kind
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, probing
 from nsa.core.selection_quality import SelectionProbe

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nsa.core.page_table import PageTable
+from nsa.core.cache_pages import PageTable
 from nsa.errors import ConfigError
 
 CPU = torch.device("cpu")

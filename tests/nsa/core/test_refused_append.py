@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from nsa.core.cache_slots import PagedSlots
+from nsa.core.cache_pages import PagedSlots
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError, KernelUnavailable, NSAError
 from tests.backends import RUN_HERE

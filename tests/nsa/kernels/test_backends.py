@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BACKENDS, BRANCHES
 from tests.backends import RUN_HERE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
 from nsa.kernels.cpu import library
 from nsa.kernels.registry import BACKENDS, BackendRequest

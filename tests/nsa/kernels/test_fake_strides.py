@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels import ops
 from nsa.kernels.registry import BACKENDS

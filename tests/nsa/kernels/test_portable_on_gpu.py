@@ -7,9 +7,9 @@ tensors.
 import pytest
 import torch
 
-from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.functional import NSAOutput, nsa_attention
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
 from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels.portable import range_attention
 from tests.backends import RUN_HERE

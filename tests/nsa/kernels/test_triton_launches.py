@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
 from nsa.kernels import ops
 from nsa.kernels import triton as backend

@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.core import layer_kinds
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.kernels import portable
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import SLOT_BYTES

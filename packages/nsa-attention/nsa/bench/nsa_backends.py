@@ -7,10 +7,10 @@ from torch import Tensor
 
 from nsa.bench.case import GRADIENTS, TORCH_DTYPES, BenchCase, BenchRunner, BenchTask, leaf
 from nsa.core.branches import BranchStreams
-from nsa.core.document_layout import plain_layout
 from nsa.core.functional import nsa_attention
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import plain_layout
 from nsa.kernels.registry import BACKENDS, BRANCHES
 
 PREFILL_CHUNK = 2048
@@ -85,7 +85,8 @@ def decode(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
     def make(case: BenchCase, task: BenchTask) -> BenchRunner:
         module = _module(case, backend)
         cache = module.new_cache(1, case.length)
-        module.fill_cache(cache, _rows(case, slice(0, task.length))[1])
+        with torch.no_grad():
+            cache.append(_rows(case, slice(0, task.length))[1], None, module.compress)
         counters = [(counter, counter.clone()) for counter in (cache.length_B, cache.n_compressed_B)]
         steps = [_rows(case, slice(t, t + 1)) for t in range(task.length, case.length)]
         step = 0
@@ -113,7 +114,7 @@ def _module(case: BenchCase, backend: str) -> NSAAttention:
 
 def _attend(module: NSAAttention, cache: LayerCache, q: Tensor, new: BranchStreams, gates: Tensor) -> Tensor:
     with torch.no_grad(), cache.exclusive:
-        return module.attend_cached(q, new, gates, cache)[0]
+        return module.append(q, new, cache)[0](q, gates)[0]
 
 
 def chooser(case: BenchCase, backend: str, by_phi: bool = False) -> Callable[[Tensor], Tensor]:

@@ -53,15 +53,6 @@ class BranchesOutput(NamedTuple):
     """[B, S, G, R] per branch."""
 
 
-class CompressedOutput(NamedTuple):
-    """Result of the compressed branch and the selection."""
-
-    out: Tensor
-    """[B, S, G, R, V]."""
-    blocks: Tensor
-    lse: Tensor
-
-
 GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradient from the first step
 
 

@@ -7,6 +7,7 @@ of its entries' keys. The first coarse block and the two nearest the query are a
 
 B batch · S tokens · C compressed entries · M coarse blocks · G kv groups · R heads per group · K key dim
 n chosen coarse blocks · m entries of a coarse block · b selection blocks that these cover · c queries of a chunk
+N chosen blocks · x places in a block
 """
 
 from typing import NamedTuple
@@ -14,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nsa.core.branches import BranchKeys, CompressedOutput
+from nsa.core.branches import BranchKeys
 from nsa.core.compression import mean_of_blocks
-from nsa.core.keys_at_places import keys_at
 from nsa.geometry import CoarseLevel, Geometry
 from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.portable.chunk import budget
@@ -27,8 +27,11 @@ from nsa.kernels.registry import KernelPlan
 
 def attend_coarse(
     run: KernelPlan, q_BSGRK: Tensor, compressed: BranchKeys, *, geometry: Geometry, coarse: CoarseLevel, scale: float
-) -> CompressedOutput:
-    """`KernelPlan.compressed_and_select` in two levels. `run`: the backends for blocks of `coarse.geometry`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`KernelPlan.compressed_and_select` in two levels: output, chosen blocks, log-sum-exps.
+
+    `run`: the backends for blocks of `coarse.geometry`.
+    """
     k_BCGK, v_BCGV, pos_BS, first_BS = compressed
     entry_BS = last_visible_entry(pos_BS, geometry)
     k_BMGK = coarse_keys(k_BCGK.detach(), first_BS, coarse)
@@ -39,7 +42,7 @@ def attend_coarse(
     )
     inputs = [x.detach() for x in (q_BSGRK, k_BCGK, chosen_BSGn, pos_BS, first_BS)]
     blocks = _select_among_read(*inputs, geometry.ints, coarse.ints, scale)
-    return CompressedOutput(out, blocks, lse)
+    return out, blocks, lse
 
 
 def last_visible_entry(pos_BS: Tensor, geometry: Geometry) -> Tensor:
@@ -140,6 +143,19 @@ def _mass(k_CGK: Tensor, chunk: _QueryChunk, geometry: Geometry, coarse: CoarseL
     hidden_cG1nm = hidden_cGnm[:, :, None]
     share_cGRx = score_cGRnm.masked_fill(hidden_cG1nm, -torch.inf).flatten(-2).softmax(-1)
     return share_cGRx.view_as(score_cGRnm).masked_fill(hidden_cG1nm, 0).sum(2)
+
+
+def keys_at(k_XGK: Tensor, at_cGNx: Tensor) -> Tensor:
+    """Keys of each query's own group at these places, [c, G, N, x, K]; places outside are moved inside."""
+    rows = row_numbers(at_cGNx, *k_XGK.shape[:2])
+    width = k_XGK.shape[-1]
+    return k_XGK.reshape(-1, width).index_select(0, rows.flatten()).view(*rows.shape, width)
+
+
+def row_numbers(at_cGNx: Tensor, n: int, n_groups: int) -> Tensor:
+    """Where those keys lie among all keys of all groups, flattened from [n, G]."""
+    group_G11 = torch.arange(n_groups, device=at_cGNx.device)[:, None, None]
+    return at_cGNx.clamp(0, n - 1) * n_groups + group_G11
 
 
 def _best_numbers(score_cGX: Tensor, number_cGX: Tensor, own_c: Tensor, n_sel: int) -> Tensor:

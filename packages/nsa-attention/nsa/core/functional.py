@@ -15,16 +15,15 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from nsa.core.block_selection import CompressedScores
 from nsa.core.branches import BRANCH_ORDER, BranchKeys
 from nsa.core.compression import mean_of_blocks
-from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
-from nsa.core.three_branches import ThreeBranches
+from nsa.core.layer_kinds import ThreeBranches
+from nsa.core.positions import DocumentLayout, packed_layout, plain_layout
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.precision import require_one_dtype
-from nsa.kernels.reference import Attended, ScoreOptions
-from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request, plan
+from nsa.kernels.reference import Attended
+from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request
 
 DEFAULT_GEOMETRY = Geometry()  # the paper's
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -97,7 +96,6 @@ def nsa_attention(
         assert v_cmp is not None
         raw_k, raw_v, *_ = batch.raw_keys("compressed", k_cmp, v_cmp)
         compressed = batch.means(raw_k), batch.means(raw_v)
-    strategy = ThreeBranches(batch.kernel_shape(v_sel), batch.kernels, CompressedScores(geometry, batch.scale))
     gates = batch.gates(gates_BSH3)
     keys = (
         batch.entries(*compressed),
@@ -105,7 +103,7 @@ def nsa_attention(
         batch.raw_keys("sliding", k_win, v_win),
     )
     given_blocks = None if blocks is None else batch.blocks(blocks)
-    output = strategy.attend(batch.plan(v_sel), batch.q_BSGRK, gates, keys, given_blocks)
+    output = batch.strategy(v_sel).attend(batch.plan(v_sel), batch.q_BSGRK, gates, keys, given_blocks)
     assert output.blocks is not None
     out = batch.by_head(output.out)
     if not return_lse and not return_blocks:
@@ -122,8 +120,7 @@ def compressed_attention(
     A query that sees no complete block gets zeros (log-sum-exp −inf). options: geometry, scale, cu_seqlens, kernels.
     """
     batch = _QueryBatch(q_BSHK, k_BCGK, **options)
-    keys, run = batch.entries(k_BCGK, v_BCGV), batch.plan(v_BCGV).functions
-    return batch.result(run.compressed(batch.q_BSGRK, *keys, **batch.scoring, return_lse=return_lse))
+    return batch.attend("compressed", batch.entries(k_BCGK, v_BCGV), return_lse)
 
 
 def select_blocks(q_BSHK: Tensor, k_BCGK: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
@@ -134,7 +131,8 @@ def select_blocks(q_BSHK: Tensor, k_BCGK: Tensor, **options: Unpack[AttentionOpt
     """
     batch = _QueryBatch(q_BSHK, k_BCGK, **options)
     k, _, pos, first = batch.entries(k_BCGK, k_BCGK)
-    return batch.by_row(batch.plan(k_BCGK).functions.select(batch.q_BSGRK, k, pos, first, **batch.scoring))
+    select, scoring = batch.plan(k_BCGK).functions.select, batch.strategy(k_BCGK).options
+    return batch.by_row(select(batch.q_BSGRK, k, pos, first, **scoring))
 
 
 def selected_attention(
@@ -151,9 +149,8 @@ def selected_attention(
     options: geometry, scale, cu_seqlens, kernels.
     """
     batch = _QueryBatch(q_BSHK, k_BSGK, **options)
-    (k, v, pos, start), run = batch.raw_keys("selected", k_BSGK, v_BSGV), batch.plan(v_BSGV).functions
-    blocks = batch.blocks(blocks_BSGN)
-    return batch.result(run.selected(batch.q_BSGRK, k, v, blocks, pos, start, **batch.scoring, return_lse=return_lse))
+    keys = batch.raw_keys("selected", k_BSGK, v_BSGV)
+    return batch.attend("selected", keys, return_lse, batch.blocks(blocks_BSGN))
 
 
 def sliding_attention(
@@ -164,8 +161,7 @@ def sliding_attention(
     options: geometry, scale, cu_seqlens, kernels.
     """
     batch = _QueryBatch(q_BSHK, k_BSGK, **options)
-    keys, run = batch.raw_keys("sliding", k_BSGK, v_BSGV), batch.plan(v_BSGV).functions
-    return batch.result(run.sliding(batch.q_BSGRK, *keys, **batch.scoring, return_lse=return_lse))
+    return batch.attend("sliding", batch.raw_keys("sliding", k_BSGK, v_BSGV), return_lse)
 
 
 def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
@@ -214,15 +210,12 @@ class _QueryBatch:
         self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
-    @property
-    def scoring(self) -> ScoreOptions:
-        return {"geometry": self.geometry, "scale": self.scale}
-
-    def kernel_shape(self, v: Tensor) -> KernelShape:
-        return KernelShape(self.n_groups, self.q_BSGRK.shape[3], self.d_k, v.shape[-1], self.geometry)
+    def strategy(self, v: Tensor) -> ThreeBranches:
+        shape = KernelShape(self.n_groups, self.q_BSGRK.shape[3], self.d_k, v.shape[-1], self.geometry)
+        return ThreeBranches(shape, self.kernels, self.scale)
 
     def plan(self, v: Tensor) -> KernelPlan:
-        return plan(self.kernels, self.q_BSGRK.device, self.q_BSGRK.dtype, self.kernel_shape(v))
+        return self.strategy(v).plan(self.q_BSGRK.device, self.q_BSGRK.dtype)
 
     def rows(self, x: Tensor) -> Tensor:
         """The caller's [B, S, …] as the kernels take it: packed documents are one row."""
@@ -236,10 +229,14 @@ class _QueryBatch:
         """[B, S, G, R, …] → [B, S, H, …]."""
         return self.by_row(x.flatten(2, 3))
 
-    def result(self, made: Attended) -> Attended:
-        if isinstance(made, Tensor):
-            return self.by_head(made)
-        out, lse = made
+    def attend(self, branch: str, keys: BranchKeys, return_lse: bool, *blocks: Tensor) -> Attended:
+        """One branch, in the caller's layout."""
+        k, v, *places = keys
+        run, options = getattr(self.plan(v).functions, branch), self.strategy(v).options
+        result = run(self.q_BSGRK, k, v, *blocks, *places, **options, return_lse=return_lse)
+        if not return_lse:
+            return self.by_head(result)
+        out, lse = result
         return self.by_head(out), self.by_head(lse)
 
     def raw_keys(self, branch: str, k_BSGK: Tensor, v_BSGV: Tensor) -> BranchKeys:

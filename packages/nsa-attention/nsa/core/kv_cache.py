@@ -9,7 +9,7 @@ are the selected branch's pages. Rows of a batch may have different lengths; pad
 B batch · S new tokens · G kv groups · X width · E compressed blocks that S tokens may complete
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,30 +17,108 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from nsa.core.branches import BranchKeys, BranchStreams
-from nsa.core.cache_arguments import check_new_tokens, checked_lengths, checked_rows, lengths_per_row
-from nsa.core.cache_slots import ExclusiveUse
-from nsa.core.cache_storage import LayerStorage, MakeDecoder
+from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
+from nsa.core.cache_pages import CacheSlots, ExclusiveUse, KeySlots, PageCopies, PagedSlots, PageTable
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-_NewestKeys = tuple[BranchKeys, BranchKeys, BranchKeys]
+MakeDecoder = Callable[..., TokenDecoder]
+_INTEGERS = (torch.int64, torch.int32)
+_COUNTERS = ("length_B", "n_compressed_B", "_highest_B")
 _CACHES: "WeakValueDictionary[int, LayerCache]" = WeakValueDictionary()
 """By number: an operator takes no Python objects."""
 _NUMBERS = count()
 
 
-class LayerCache(LayerStorage):
-    """KV cache of one layer, made by `NSAAttention.new_cache`; `LayerStorage` says what its arguments mean."""
+class LayerCache:
+    """KV cache of one layer, made by `NSAAttention.new_cache`.
 
-    _newest_keys: _NewestKeys | None = None
+    rewind: `crop` can remove up to this many tokens at any time; it costs copies of w + l + 2 · rewind tokens. Without
+        it a row can be cropped only while its rings have lost nothing (see `crop`).
+    shared: whether the window's, and the compressed branch's, raw keys and values are those of the selected branch.
+    pages: pages of the pool that all rows share; `append` refuses when it has run out of them. None: enough for all.
+    """
 
-    def __init__(self, geometry: Geometry, **sizes: Any) -> None:
-        super().__init__(geometry, **sizes)
+    _newest_keys: AttendedKeys | None = None
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        batch: int,
+        max_len: int,
+        n_groups: int,
+        d_k: int,
+        d_v: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        rewind: int = 0,
+        shared: tuple[bool, bool] = (False, False),
+        pages: int | None = None,
+    ) -> None:
+        if batch < 1 or max_len < 1 or rewind < 0 or (pages is not None and pages < 1):
+            raise ConfigError(
+                f"a cache for {batch} rows of {max_len} tokens with rewind {rewind} and {pages} pages was requested. "
+                f"Set batch, max_len and pages to 1 or more, rewind to 0 or more."
+            )
+        self.geometry, self.max_len, self.dtype = geometry, max_len, dtype
+        self.batch, self.n_groups, self.d_k, self.d_v = batch, n_groups, d_k, d_v
+        self.rewind, self.shared, self.pages = rewind, shared, pages
+        self.exclusive = ExclusiveUse()
+        self.page_table = PageTable(batch, geometry.n_blocks(max_len), geometry.l_sel, pages, device)
+
+        def both(*shape: int, widths: tuple[int, int] = (d_k, d_v)) -> tuple[Tensor, Tensor]:
+            k, v = (torch.zeros(*shape, width, device=device, dtype=dtype) for width in widths)
+            return k, v
+
+        def paged(states: int, widths: tuple[int, int] = (d_k, d_v)) -> KeySlots:
+            data = both(n_groups, self.page_table.n_stored, states, widths=widths)
+            return KeySlots(*(PagedSlots(x, self.page_table) for x in data))
+
+        def ring(n: int) -> KeySlots:
+            return KeySlots(*(CacheSlots(x) for x in both(batch, n_groups, n + 1)))
+
+        selected_states, compressed_states = self._states_per_page()
+        self.selected = paged(selected_states)
+        self.window = self.selected if shared[0] else ring(geometry.w)
+        self.compressed = paged(compressed_states, self._compressed_widths())
+        self.tail = self.selected if shared[1] else ring(geometry.l)
+        # Longer rings of the same tokens, from which `crop` fills the short ones again.
+        self._past_window = None if shared[0] or not rewind else ring(geometry.w + rewind)
+        self._past_tail = None if shared[1] or not rewind else ring(geometry.l + rewind)
+        self._first_entry = geometry.l // geometry.d - 1  # the slot of compressed entry 0: where its block ends
+        self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.device = self.length_B.device
+        self.n_compressed_B = torch.zeros_like(self.length_B)
+        self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._window_pos_B1 = torch.zeros_like(self._pos_B1)
+        self._highest_B = torch.zeros_like(self.length_B)  # length before the last crop, if it was greater
+        self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
+        self.prepared: tuple[object, TokenDecoder | None] = (None, None)
+        """The module that decoded last with this cache, and its decoder: looking it up at every step takes time."""
+        # Kept here so that appending needs no transfer from the device:
+        self._longest = 0  # never below the true maximum
+        self._headroom = self.page_table.headroom([0] * batch)  # tokens that need no new page, never above the truth
         self._enroll()
+
+    def _states_per_page(self) -> tuple[int, int]:
+        """Slots of a page for the selected branch, and for the compressed branch."""
+        return self.geometry.l_sel, self.geometry.l_sel // self.geometry.d
+
+    def _compressed_widths(self) -> tuple[int, int]:
+        """Widths of a compressed key and value."""
+        return self.d_k, self.d_v
+
+    def n_bytes(self) -> int:
+        return sum(slots.data.nbytes for slots in self._all_slots())
+
+    def _all_slots(self) -> Iterator[CacheSlots]:
+        """Every stream once, whatever is shared."""
+        streams = (self.selected, self.window, self.compressed, self.tail, self._past_window, self._past_tail)
+        yield from {id(slots): slots for stream in streams if stream for slots in stream.both}.values()
 
     def _enroll(self) -> None:
         self.number = next(_NUMBERS)
@@ -52,7 +130,7 @@ class LayerCache(LayerStorage):
 
     def append(
         self, new: BranchStreams, new_lens_B: Tensor | None, compress: Compress, decoder: TokenDecoder | None = None
-    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    ) -> AttendedKeys:
         """Append the new tokens; return what the compressed, selected and window branches attend over.
 
         `new_lens_B`: how many tokens of each row are real (default all); the rest of a row is padding. `decoder` may
@@ -63,10 +141,10 @@ class LayerCache(LayerStorage):
 
     def append_held(
         self, new: BranchStreams, new_lens_B: Tensor | None, compress: Compress, decoder: TokenDecoder | None = None
-    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    ) -> AttendedKeys:
         """`append` for a caller that holds `exclusive`, or that is being compiled."""
         n_new = new.k_sel.shape[1]
-        check_new_tokens(new, self)
+        self._check_new_tokens(new)
         if n_new == 1 and new_lens_B is None and decoder is not None and decoder.append is not None:
             self._check_room(n_new, None)
             if decoder.append(new):
@@ -74,7 +152,7 @@ class LayerCache(LayerStorage):
             if self.rewind:
                 self._append_past(new, self._pos_B1, self.length_B[:, None])
             return self._newest  # for their sizes: the decoder reads the pages
-        new_lens_B = None if new_lens_B is None else checked_lengths(new_lens_B, n_new, self)
+        new_lens_B = None if new_lens_B is None else self._checked_lengths(new_lens_B, n_new)
         self._check_room(n_new, new_lens_B)
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
@@ -82,7 +160,7 @@ class LayerCache(LayerStorage):
 
     def _append_new(
         self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
-    ) -> tuple[BranchKeys, BranchKeys, BranchKeys]:
+    ) -> AttendedKeys:
         """Write tokens that are known to fit, `end` tokens in each row afterwards, and return what they attend over."""
         n_new, zero_BS = pos_BS.shape[1], torch.zeros_like(pos_BS[:, :1]).expand_as(pos_BS)
         self._append_compressed(new.k_cmp, new.v_cmp, pos_BS, end_B1, compress)
@@ -129,7 +207,7 @@ class LayerCache(LayerStorage):
         return decoder
 
     @property
-    def _newest(self) -> _NewestKeys:
+    def _newest(self) -> AttendedKeys:
         """What one new token per row attends over: always the same tensors. While the rows' pages are not in order only
         the sizes of what is in pages count."""
         if self._newest_keys is not None:
@@ -159,10 +237,10 @@ class LayerCache(LayerStorage):
         """Empty every row, or these; their pages become free."""
         with self.exclusive:
             if rows is not None:
-                ended = checked_rows("reset", rows, self).tolist()
+                ended = self._checked_rows("reset", rows).tolist()
                 return self.crop([0 if row in ended else self.max_len for row in range(self.batch)])
-            for counter in (self.length_B, self.n_compressed_B, self._highest_B):
-                counter.zero_()
+            for name in _COUNTERS:
+                getattr(self, name).zero_()
             self.page_table.release_all()
             self._longest, self._headroom = 0, self.page_table.headroom([0] * self.batch)
 
@@ -188,11 +266,11 @@ class LayerCache(LayerStorage):
 
     def check_crop(self, length: int | Sequence[int] | Tensor) -> tuple[list[int], list[int]]:
         """Raise if `crop` would refuse; else the rows' lengths after it, and the longest they have been."""
-        before = self.length_B.tolist()
-        after = [
-            min(had, n) if n >= 0 else max(0, had + n)
-            for had, n in zip(before, lengths_per_row(length, self.batch), strict=True)
-        ]
+        before, lengths = self.length_B.tolist(), length.tolist() if isinstance(length, Tensor) else length
+        rows = list(lengths) if isinstance(lengths, Sequence) else [lengths] * self.batch
+        if len(rows) != self.batch or not all(isinstance(n, int) for n in rows):
+            raise ConfigError(f"crop was given {length!r}: it needs a length, or one for each of {self.batch} rows.")
+        after = [min(had, n) if n >= 0 else max(0, had + n) for had, n in zip(before, rows, strict=True)]
         highest = [max(pair) for pair in zip(self._highest_B.tolist(), before, strict=True)]
         for row, (had, keep, high) in enumerate(zip(before, after, highest, strict=True)):
             if keep < had:
@@ -202,14 +280,15 @@ class LayerCache(LayerStorage):
     def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Replace row i by row rows[i], as beam search needs it. Rows that were one row share its pages: only rings are
         copied. In place: prepared decoders keep addresses."""
-        index_B = checked_rows("reorder", rows, self, self.batch)
+        index_B = self._checked_rows("reorder", rows, self.batch)
         with self.exclusive:
             for slots in self._all_slots():
                 slots.reorder(index_B, self._longest)
             lengths, order = self.length_B.tolist(), index_B.tolist()
             self.page_table.reorder(order, lengths)
             self._headroom = self.page_table.headroom([lengths[row] for row in order])
-            for counter in (self.length_B, self.n_compressed_B, self._highest_B):
+            for name in _COUNTERS:
+                counter = getattr(self, name)
                 counter.copy_(counter.index_select(0, index_B))
 
     def grown(self, max_len: int = 0, rewind: int = 0) -> "LayerCache":
@@ -234,7 +313,7 @@ class LayerCache(LayerStorage):
 
     def picked(self, rows: Sequence[int] | Tensor) -> "LayerCache":
         """A cache whose row i is this one's row rows[i]; a row may be taken several times."""
-        index_B = checked_rows("picked", rows, self)
+        index_B = self._checked_rows("picked", rows)
         cache = self._like(batch=len(index_B))
         with self.exclusive:
             for new, old in zip(cache._all_slots(), self._all_slots(), strict=True):
@@ -251,7 +330,7 @@ class LayerCache(LayerStorage):
         """Pages and counters of these rows of a cache of the same kind; rings are left to the caller."""
         lengths, index_B = other.length_B.tolist(), torch.tensor(rows, device=self.device)
         self._copy_pages(self.page_table.adopt(other.page_table, rows, lengths), other)
-        for name in ("length_B", "n_compressed_B", "_highest_B"):
+        for name in _COUNTERS:
             getattr(self, name).copy_(getattr(other, name).index_select(0, index_B))
         self._longest = other._longest
         self._headroom = self.page_table.headroom([lengths[row] for row in rows])
@@ -330,6 +409,83 @@ class LayerCache(LayerStorage):
         # Padding takes no page, and may exceed what rows have: it is counted as tokens, so the rest is what is left.
         self._headroom = max(n_new, self.page_table.headroom(before))
 
+    def _check_croppable(self, row: int, length: int, highest: int) -> None:
+        """Refuse if a ring has overwritten tokens that the row would need again."""
+        g = self.geometry
+        needs = (
+            (self.shared[0], self._past_window or self.window, max(0, length - g.w)),
+            (self.shared[1], self._past_tail or self.tail, g.n_compressed(length) * g.d),
+        )
+        for in_pages, ring, first_needed in needs:
+            if not in_pages and first_needed < min(length, highest - ring.n):
+                raise ConfigError(
+                    f"row {row} cannot be cropped to {length} tokens: it had {highest}, the cache was made with "
+                    f"rewind={self.rewind}, and tokens from {first_needed} on that the next ones need are overwritten. "
+                    f"Make it with rewind={highest - length} or more, or reset it and run the tokens again."
+                )
+
+    def _check_new_tokens(self, new: BranchStreams) -> None:
+        """Refuse tokens that are not for this cache."""
+        batch, n_new = new.k_sel.shape[:2]
+        k_shape, v_shape = (batch, n_new, self.n_groups, self.d_k), (batch, n_new, self.n_groups, self.d_v)
+        if batch != self.batch or [x.shape for x in new] != [k_shape, v_shape] * 3:
+            raise ConfigError(
+                f"the cache holds {self.batch} rows, {self.n_groups} groups, keys of {self.d_k} and values of "
+                f"{self.d_v}, and was given keys and values of shapes {[list(x.shape) for x in new]}. Make one with "
+                f"the same module's new_cache({batch}, …)."
+            )
+        if any(x.device != self.device for x in new):
+            raise ConfigError(
+                f"the cache is on {self.device} and was given keys and values on "
+                f"{sorted({str(x.device) for x in new})}. Move them there."
+            )
+        if n_new < 1:
+            raise ConfigError(
+                "a forward pass with a cache got 0 new tokens: there is nothing to append. Pass at least one."
+            )
+
+    def _checked_lengths(self, new_lens_B: Tensor, n_new: int) -> Tensor:
+        """The number of real tokens per row, none negative and none above the number of new tokens."""
+        if new_lens_B.shape != (self.batch,) or new_lens_B.dtype not in _INTEGERS:
+            raise ConfigError(
+                f"new_lens_B is {new_lens_B.dtype} of shape {list(new_lens_B.shape)}: it is how many of the {n_new} "
+                f"new tokens are real in each of the cache's {self.batch} rows. Pass int64 of shape [{self.batch}]."
+            )
+        if new_lens_B.device != self.device:
+            raise ConfigError(f"new_lens_B is on {new_lens_B.device} and the cache on {self.device}. Move it there.")
+        # On an accelerator reading the values would stall it; cut to what fits, no value can write elsewhere.
+        if new_lens_B.is_cpu and not torch.compiler.is_compiling():
+            if not all(0 <= n <= n_new for n in new_lens_B.tolist()):
+                raise ConfigError(
+                    f"new_lens_B is {new_lens_B.tolist()[:8]} and {n_new} tokens are new: 0 to {n_new} of them are "
+                    f"real in each row. Pass that number per row."
+                )
+            return new_lens_B
+        return new_lens_B.clamp(0, n_new)
+
+    def _checked_rows(self, method: str, rows: Sequence[int] | Tensor, count: int | None = None) -> Tensor:
+        """Numbers of the cache's rows, as many as `count` says."""
+        index_B = torch.as_tensor(rows if isinstance(rows, Tensor) else list(rows), device=self.device)
+        if not index_B.numel() and index_B.dim() == 1:
+            index_B = index_B.long()
+        count = index_B.numel() if count is None else count
+        if index_B.shape != (count,) or index_B.dtype not in _INTEGERS:
+            raise ConfigError(
+                f"{method} was given {index_B.dtype} of shape {list(index_B.shape)}: it needs the old row of each of "
+                f"{count} rows. Pass int64 of shape [{count}]."
+            )
+        if not all(0 <= row < self.batch for row in index_B.tolist()):
+            raise ConfigError(
+                f"{method} was given rows {index_B.tolist()[:8]} and the cache has 0 to {self.batch - 1}."
+            )
+        return index_B
+
+    def _copy_pages(self, copies: PageCopies, source: "LayerCache") -> None:
+        if any(copies):
+            for mine, theirs in ((self.selected, source.selected), (self.compressed, source.compressed)):
+                for to, at in zip(mine.both, theirs.both, strict=True):
+                    to.copy_pages(copies, at)
+
 
 @custom_operator("nsa::take_pages", mutates_args=("table", "pools"))
 def _take_pages(
@@ -356,41 +512,3 @@ def _take_pages(
 @_take_pages.register_fake
 def _(number: int, n_new: int, new_lens: Tensor | None, length: Tensor, table: Tensor, pools: list[Tensor]) -> None:
     pass
-
-
-class NSACache:
-    """KV cache of a model: one `LayerCache` per layer. Made by `NSATransformer.new_cache`."""
-
-    def __init__(self, layers: list[LayerCache]) -> None:
-        self.layers = layers
-        self.exclusive = ExclusiveUse()
-
-    @property
-    def length_B(self) -> Tensor:
-        """Tokens in each row."""
-        return self.layers[0].length_B
-
-    def n_bytes(self) -> int:
-        """Memory of all layers."""
-        return sum(layer.n_bytes() for layer in self.layers)
-
-    def reset(self, rows: Sequence[int] | None = None) -> None:
-        """Empty every row, or these; their pages become free."""
-        self._each(lambda layer: layer.reset(rows))
-
-    def crop(self, length: int | Sequence[int] | Tensor) -> None:
-        """Keep the first `length` tokens of each row; see `LayerCache.crop`."""
-        with self.exclusive:
-            for layer in self.layers:  # layers of several kinds refuse different lengths
-                layer.check_crop(length)
-            self._each(lambda layer: layer.crop(length))
-
-    def reorder(self, rows: Sequence[int] | Tensor) -> None:
-        """Replace row i by row rows[i], as beam search needs it."""
-        self._each(lambda layer: layer.reorder(rows))
-
-    def _each(self, change: Callable[[LayerCache], None]) -> None:
-        """All layers have the same lengths: what one refuses, the first refuses before anything changed."""
-        with self.exclusive:
-            for layer in self.layers:
-                change(layer)

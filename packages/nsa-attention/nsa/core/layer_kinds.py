@@ -1,33 +1,238 @@
-"""Kinds of attention layers: what each attends to, its branches, and the table of all kinds.
+"""Kinds of attention layers: what each attends to between its projections, its cache, and the table of all kinds.
 
 `nsa` and `global` are `ThreeBranches`. The others have one projection of keys and values and no gates.
 
-B batch · S tokens · T keys · G kv groups · R heads per group · K key dim · V value dim
+B batch · S tokens · T keys · G kv groups · R heads per group · X gates per group (R or 1) · K key dim · V value dim
+C compressed blocks · N chosen blocks
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.core.attention_config import AttentionConfig
-from nsa.core.attention_strategy import AttentionStrategy
-from nsa.core.branches import BRANCH_ORDER, DENSE_PART, AttendedKeys, BranchesOutput, BranchKeys
+from nsa.core.attention_config import AttentionConfig, SelectorBlocks
+from nsa.core.block_divergence import selector_divergence
+from nsa.core.branches import (
+    ATTENTION_PARTS,
+    BRANCH_ORDER,
+    DENSE_PART,
+    AttendedKeys,
+    BranchesOutput,
+    BranchKeys,
+    BranchStreams,
+)
+from nsa.core.coarse_attention import attend_coarse
+from nsa.core.kv_cache import Compress, LayerCache
 from nsa.core.positions import QuerySample
-from nsa.core.probe import Probe
-from nsa.core.three_branches import ThreeBranches
-from nsa.core.token_caches import DenseCache, MergedCache, WindowCache
-from nsa.geometry import Geometry
-from nsa.kernels.interface import TokenDecoder, constant_when_traced
-from nsa.kernels.registry import KernelPlan
+from nsa.core.probe import Probe, count_reads
+from nsa.geometry import CoarseLevel, Geometry
+from nsa.kernels.interface import KernelShape, TokenDecoder, constant_when_traced
+from nsa.kernels.reference import ScoreOptions
+from nsa.kernels.registry import BackendRequest, KernelPlan, plan
 from nsa.options import AttentionKind
 
 COMPILED_ON_CPU = "cpu"
 """Backend whose sliding kernel, with a window of all tokens, is faster than PyTorch's attention on a CPU."""
 
 _ALL_TOKENS = 2**30  # a window that holds every key, whatever their number, which may be symbolic while traced
+
+
+class DenseCache(LayerCache):
+    """Keys and values of all tokens, in pages of l_sel tokens."""
+
+    def _states_per_page(self) -> tuple[int, int]:
+        return self.geometry.l_sel, 0
+
+    def _append_new(
+        self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
+    ) -> AttendedKeys:
+        self.selected.write(pos_BS, pos_BS < end_B1, (new.k_sel, new.v_sel))
+        self.length_B += end_B1[:, 0] - self.length_B
+        n_pages, inside_BS = self._pages_read(pos_BS)
+        k, v = (slots.content(n_pages) for slots in self.selected.both)
+        keys = BranchKeys(k, v, inside_BS, pos_BS.new_zeros(()).expand_as(pos_BS))
+        return keys, keys, keys
+
+
+class WindowCache(LayerCache):
+    """Keys and values of the last w tokens of each row; its pages hold nothing."""
+
+    def _states_per_page(self) -> tuple[int, int]:
+        return 0, 0
+
+    def _append_new(
+        self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
+    ) -> AttendedKeys:
+        keys = self._append_window(new.k_win, new.v_win, pos_BS, end_B1)
+        if self.rewind:
+            self._append_past(new, pos_BS, end_B1)
+        self.length_B += end_B1[:, 0] - self.length_B
+        if keys is None:
+            k, v = (slots.content() for slots in self.window.both)
+            keys = BranchKeys(k, v, self._window_pos_B1, pos_BS.new_zeros(()).expand_as(pos_BS))
+        return keys, keys, keys
+
+
+class MergedCache(LayerCache):
+    """Keys and values of all tokens, and compressed keys, which have no values: they only choose blocks."""
+
+    def _compressed_widths(self) -> tuple[int, int]:
+        return self.d_k, 0
+
+
+class AttentionStrategy(ABC):
+    """What the queries of a layer attend to.
+
+    scale: what scores are multiplied by.
+    branches: those that a layer of this kind has, of BRANCH_ORDER.
+    coarse: second level of the compressed keys.
+    loss_blocks: what the selector loss compares.
+    """
+
+    cache_type: ClassVar[type[LayerCache]] = LayerCache
+
+    def __init__(
+        self,
+        shape: KernelShape,
+        kernels: BackendRequest,
+        scale: float,
+        branches: tuple[str, ...] = BRANCH_ORDER,
+        coarse: CoarseLevel | None = None,
+        loss_blocks: SelectorBlocks = "chosen",
+    ) -> None:
+        self.shape, self.kernels, self.scale, self.branches = shape, kernels, scale, branches
+        self.coarse, self.loss_blocks = coarse, loss_blocks
+
+    @classmethod
+    def own_config(cls, config: AttentionConfig) -> AttentionConfig:
+        """The config of a layer of this kind, from that which all layers of a model share."""
+        return config
+
+    def shared_streams(self, config: AttentionConfig) -> tuple[bool, bool]:
+        """Whether a cache holds the window's and the compressed branch's raw keys and values in the selected branch's
+        pages. So it does with a window that nothing reads."""
+        shared = config.kv == "shared"
+        return shared or "sliding" not in self.branches, shared and config.compression.rotated == "before"
+
+    @property
+    def options(self) -> ScoreOptions:
+        return {"geometry": self.shape.geometry, "scale": self.scale}
+
+    @property
+    def selects(self) -> bool:
+        """Whether the layer chooses blocks, and so has compressed keys."""
+        return "selected" in self.branches
+
+    def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
+        """The backend that computes each branch there, and why."""
+        return plan(self.kernels, device, dtype, self.shape)
+
+    def attend_coarse(
+        self, coarse: CoarseLevel, q_BSGRK: Tensor, compressed: BranchKeys
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The compressed branch's output, the chosen blocks and log-sum-exps, in two levels."""
+        run = plan(self.kernels, q_BSGRK.device, q_BSGRK.dtype, self.shape._replace(geometry=coarse.geometry))
+        return attend_coarse(run, q_BSGRK, compressed, coarse=coarse, **self.options)
+
+    def visible(self, keys: AttendedKeys) -> AttendedKeys:
+        """The keys with the positions up to which each branch sees them: the query's own, unless a kind differs."""
+        return keys
+
+    @abstractmethod
+    def attend(
+        self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys
+    ) -> BranchesOutput:
+        """Attend to keys that `visible` returned. run: the backends of `plan`."""
+
+    def decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
+        """Makes a backend's fused step for one new token per row; None if there is none."""
+        return None
+
+    def selector_loss(
+        self, run: KernelPlan, sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, output: BranchesOutput,
+        keys: AttendedKeys,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the selector loss of a layer that selects, and its plain mean over queries. k_BCGK: the compressed
+        keys, which alone have a gradient."""
+        chosen = output if self.loss_blocks == "chosen" else None
+        return selector_divergence(sample, q_BSGRK, k_BCGK, keys, chosen, **self.options)
+
+    def record(
+        self, probe: Probe, gates: Tensor | None, gate_kind: str, blocks: Tensor | None, keys: AttendedKeys
+    ) -> None:
+        """Give a probe what was read."""
+        assert blocks is not None
+        options = self.shape.geometry, self.branches, self.coarse
+        reads_BSG = count_reads(blocks, *keys, *options)
+        pos_BS, own_BS = keys[1].pos_BS, keys[2].pos_BS
+        probe.record(gates, blocks, pos_BS, reads_BSG, *options, window_pos_BS=own_BS, gate_kind=gate_kind)
+
+    def flops(self, seq_len: int) -> dict[str, float]:
+        """Forward FLOPs per token of ATTENTION_PARTS, averaged over a sequence; multiply-adds count two."""
+        g, selectable = self.shape.geometry, self.selectable(seq_len)
+        totals = {**g.total_reads(selectable), "sliding": g.total_reads(seq_len)["sliding"]}
+        reads = {branch: total / seq_len for branch, total in totals.items()}
+        scored = reads["compressed"]
+        if self.coarse is not None:
+            in_two = {part: total / seq_len for part, total in self.coarse.total_reads(g, selectable).items()}
+            reads["compressed"], scored = in_two["compressed"], sum(in_two.values())
+        n_heads = self.shape.n_kv_groups * self.shape.heads_per_group
+        return {
+            "select": 2 * n_heads * self.shape.d_k * scored,
+            **{branch: self._flops_of(n) if branch in self.branches else 0.0 for branch, n in reads.items()},
+        }
+
+    def selectable(self, n_tokens: int) -> int:
+        """Number of tokens among which the last of n_tokens tokens chooses its blocks."""
+        return n_tokens
+
+    def _flops_of(self, reads: float) -> float:
+        s = self.shape
+        return 2 * s.n_kv_groups * s.heads_per_group * (s.d_k + s.d_v) * reads
+
+    def _flops_of_one_part(self, part: str, reads: float) -> dict[str, float]:
+        return {**dict.fromkeys(ATTENTION_PARTS, 0.0), part: self._flops_of(reads)}
+
+
+class ThreeBranches(AttentionStrategy):
+    """Attends to the compressed entries, to the blocks that they choose and to the sliding window, if the layer has
+    one, and mixes the three by gates."""
+
+    def attend(
+        self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys,
+        blocks_BSGN: Tensor | None = None,
+    ) -> BranchesOutput:  # fmt: skip
+        """The one sequence of kernel calls. blocks: to attend to in place of the selection. Without a window the first
+        two branches are mixed, and the window's log-sum-exp is missing."""
+        assert gates_BSGR3 is not None
+        compressed, (k_sel, v_sel, pos, start), window = keys
+        options = self.options
+        if blocks_BSGN is not None:
+            compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
+        elif self.coarse is None:
+            compressed_out, blocks_BSGN, lse_cmp = run.compressed_and_select(
+                q_BSGRK, *compressed, **options, return_lse=True
+            )
+        else:
+            compressed_out, blocks_BSGN, lse_cmp = self.attend_coarse(self.coarse, q_BSGRK, compressed)
+        selected_out, lse_sel = run.functions.selected(
+            q_BSGRK, k_sel, v_sel, blocks_BSGN, pos, start, **options, return_lse=True
+        )
+        if "sliding" not in self.branches:
+            gate_cmp, gate_sel = gates_BSGR3[..., 0, None], gates_BSGR3[..., 1, None]
+            mixed = (gate_cmp * compressed_out + gate_sel * selected_out).to(compressed_out.dtype)
+            return BranchesOutput(mixed, blocks_BSGN, (lse_cmp, lse_sel))
+        sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
+        mixed = run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out)
+        return BranchesOutput(mixed, blocks_BSGN, (lse_cmp, lse_sel, lse_win))
+
+    def decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
+        return run.decoder
 
 
 class SlidingWindow(AttentionStrategy):
@@ -41,17 +246,17 @@ class SlidingWindow(AttentionStrategy):
     def attend(
         self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys
     ) -> BranchesOutput:
-        out = run.functions.sliding(q_BSGRK, *keys[2], **self.selection.options)
+        out = run.functions.sliding(q_BSGRK, *keys[2], **self.options)
         assert isinstance(out, Tensor)
         return BranchesOutput(out, None, ())
 
     def record(
         self, probe: Probe, gates: Tensor | None, gate_kind: str, blocks: Tensor | None, keys: AttendedKeys
     ) -> None:
-        probe.record_tokens(keys[2], self.geometry.w)
+        probe.record_tokens(keys[2], self.shape.geometry.w)
 
     def flops(self, seq_len: int) -> dict[str, float]:
-        return self._flops_of_one_part("sliding", self.geometry.total_reads(seq_len)["sliding"] / seq_len)
+        return self._flops_of_one_part("sliding", self.shape.geometry.total_reads(seq_len)["sliding"] / seq_len)
 
 
 class AllTokens(AttentionStrategy):
@@ -75,7 +280,7 @@ class AllTokens(AttentionStrategy):
         tokens = keys[2]
         if self.kernels.sliding == "auto" and backend != COMPILED_ON_CPU and _is_plain(q_BSGRK, tokens):
             return BranchesOutput(_torch_attention(q_BSGRK, tokens.k, tokens.v, self.scale), None, ())
-        g = self.geometry
+        g = self.shape.geometry
         whole = _with_window(g.l, g.d, g.l_sel, g.n_sel, _ALL_TOKENS)
         out = run.functions.sliding(q_BSGRK, *tokens, geometry=whole, scale=self.scale)
         assert isinstance(out, Tensor)
@@ -109,19 +314,23 @@ class MergedSoftmax(AttentionStrategy):
         return config.changed(kv="shared", selector_loss=config.selector.loss if learned else 0.0)
 
     def selectable(self, n_tokens: int) -> int:
-        return max(0, n_tokens - self.geometry.w)
+        return max(0, n_tokens - self.shape.geometry.w)
 
     def visible(self, keys: AttendedKeys) -> AttendedKeys:
         compressed, selected, window = keys
-        far_BS = (selected.pos_BS - self.geometry.w).clamp(min=-1)
+        far_BS = (selected.pos_BS - self.shape.geometry.w).clamp(min=-1)
         return compressed._replace(pos_BS=far_BS), selected._replace(pos_BS=far_BS), window
 
     def attend(
         self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys
     ) -> BranchesOutput:
-        compressed, (k, v, far, start), window = keys
-        options = self.selection.options
-        blocks = self.selection.select(run, self.plan_coarse(q_BSGRK), q_BSGRK, compressed)
+        (k_cmp, _, pos, first), (k, v, far, start), window = keys
+        options = self.options
+        if self.coarse is None:
+            blocks = run.functions.select(q_BSGRK, k_cmp, pos, first, **options)
+        else:
+            with torch.no_grad():
+                blocks = self.attend_coarse(self.coarse, q_BSGRK, BranchKeys(k_cmp, k_cmp, pos, first))[1]
         selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, far, start, **options, return_lse=True)
         window_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
         return BranchesOutput(merge(selected_out, lse_sel, window_out, lse_win), blocks, (lse_sel, lse_win))
@@ -133,8 +342,25 @@ class MergedSoftmax(AttentionStrategy):
         self, run: KernelPlan, sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, output: BranchesOutput,
         keys: AttendedKeys,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        run_coarse = self.plan_coarse(q_BSGRK)
-        return self.selection.loss_of_selection_alone(run, run_coarse, sample, q_BSGRK, k_BCGK, output, keys)
+        """Nothing attends to compressed keys: the log-sum-exps of their scores are computed here, of the sampled
+        queries."""
+        if self.loss_blocks == "all":
+            return super().selector_loss(run, sample, q_BSGRK, k_BCGK, output, keys)
+        assert output.blocks is not None
+        at_Q = sample.queries_Q
+        compressed, selected = (
+            BranchKeys(k, v, pos.index_select(1, at_Q), start.index_select(1, at_Q)) for k, v, pos, start in keys[:2]
+        )
+        q_BQGRK, blocks, lse_sel = (x.detach().index_select(1, at_Q) for x in (q_BSGRK, output.blocks, output.lse[0]))
+        with torch.no_grad():
+            entries = compressed._replace(v=compressed.k)
+            if self.coarse is None:
+                _, lse_cmp = run.functions.compressed(q_BQGRK, *entries, **self.options, return_lse=True)
+            else:
+                lse_cmp = self.attend_coarse(self.coarse, q_BQGRK, entries)[2]
+        every_query = replace(sample, queries_Q=torch.arange(len(at_Q), device=at_Q.device))
+        sampled = BranchesOutput(output.out, blocks, (lse_cmp, lse_sel))
+        return super().selector_loss(run, every_query, q_BQGRK, k_BCGK, sampled, (compressed, selected, keys[2]))
 
 
 class LayerKind(NamedTuple):
@@ -172,12 +398,6 @@ def _is_plain(q_BSGRK: Tensor, keys: BranchKeys) -> bool:
 
 
 def _torch_attention(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float) -> Tensor:
-    out_BHSV = F.scaled_dot_product_attention(
-        q_BSGRK.flatten(2, 3).transpose(1, 2),
-        k_BTGK.transpose(1, 2),
-        v_BTGV.transpose(1, 2),
-        is_causal=True,
-        scale=scale,
-        enable_gqa=True,
-    )
+    q_BHSK, k_BGTK, v_BGTV = (x.transpose(1, 2) for x in (q_BSGRK.flatten(2, 3), k_BTGK, v_BTGV))
+    out_BHSV = F.scaled_dot_product_attention(q_BHSK, k_BGTK, v_BGTV, is_causal=True, scale=scale, enable_gqa=True)
     return out_BHSV.transpose(1, 2).unflatten(2, q_BSGRK.shape[2:4])

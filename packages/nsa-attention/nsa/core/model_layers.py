@@ -1,11 +1,142 @@
-"""`attention_layers`: the attention layers of any model."""
+"""Attention layers of a model: one held in an engine's class, several kinds from the same values, positions, KV cache.
 
-from typing import Any
+B batch
+"""
 
-from torch import nn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+
+from nsa.core.branches import BRANCH_ORDER
+from nsa.core.cache_pages import ExclusiveUse
+from nsa.core.kv_cache import LayerCache
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import PositionOptions, Positions
+from nsa.core.selector_loss import LossLabels
+from nsa.errors import ConfigError
+from nsa.options import AttentionKind
 
 
-def attention_layers(model: nn.Module) -> dict[str, Any]:
-    """Every `NSAAttention` of a model by the name of its module; of one that is held, that of its `AttentionHolder`."""
-    modules = model.named_modules()
-    return {name: module.attention_layer for name, module in modules if hasattr(module, "attention_layer")}
+class AttentionHolder(nn.Module):
+    """Holds a layer as `layer`. The layer's parts are registered here under their own names, so that parameters are
+    called as in the layer itself and one state dict fits both; the layer is none of the modules of this one."""
+
+    def __init__(self, layer: NSAAttention) -> None:
+        super().__init__()
+        self._held = (layer,)  # a tuple: nn.Module registers none of its members
+        for name, part in layer.named_children():
+            self.add_module(name, part)
+
+    @property
+    def layer(self) -> NSAAttention:
+        return self._held[0]
+
+    attention_layer = layer
+    """For `nsa.core.probe.attention_layers`."""
+
+    def train(self, mode: bool = True) -> "AttentionHolder":
+        self.layer.training = mode
+        return super().train(mode)
+
+
+def layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of a layer as parts of an NSA layer's: what kinds share starts from the same values.
+
+    Queries, output and norms are the same. Keys and values are those of the layer's own branches, `dense` as `window`;
+    of `merged`, which has one set of them, those of the selected branch.
+    """
+    own = [BRANCH_ORDER.index(branch) for branch in layer.branches]
+    parameters = {}
+    for name, parameter in layer.named_parameters():
+        whole = of_nsa[name]
+        if whole.shape != parameter.shape:
+            # w_k and w_v are ordered (group, branch, width), gates (group, head, branch).
+            outer, inner = (-1, 1) if name.startswith("gates.") else (layer.n_kv_groups, -1)
+            by_branch = whole.unflatten(0, (outer, len(BRANCH_ORDER), inner))
+            branches = own[: len(BRANCH_ORDER) * parameter.shape[0] // whole.shape[0]]
+            whole = by_branch[:, torch.tensor(branches, device=whole.device)].flatten(0, 2)
+        parameters[name] = whole
+    return parameters
+
+
+def layer_of_kind(kind: AttentionKind, whole: NSAAttention) -> NSAAttention:
+    """A layer of the same config, with the values that `whole`, an NSA layer, has for its parameters."""
+    if kind == whole.kind:
+        return whole
+    with torch.device("meta"):
+        layer = NSAAttention(whole.config, kind=kind, kernels=whole.kernels)
+    weight = whole.w_q.weight
+    values = layer_parameters(layer, whole.state_dict())
+    layer.to_empty(device=weight.device).to(weight.dtype).load_state_dict(values)
+    return layer
+
+
+def locate_layers(
+    layers: Sequence[NSAAttention],
+    x_BSD: Tensor,
+    *,
+    cache: LayerCache | None = None,
+    cu_doc_lens: Tensor | Sequence[int] | None = None,
+    labels: LossLabels | None = None,
+    **given: Unpack[PositionOptions],
+) -> list[Positions]:
+    """Positions of every layer. They share layout and padding, and layers with the same RoPE the tables too. Arguments
+    as for `NSAAttention.locate`; `cache`: of the first layer, whose positions are those of all."""
+    if given.get("position_embeddings") is not None:
+        _require_one_rotation(layers)
+    first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, labels=labels, **given)
+    positions = {layers[0].rotary.key: first}
+    for layer in layers:
+        if layer.rotary.key in positions:
+            continue
+        tables = layer.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **given).tables
+        positions[layer.rotary.key] = first._replace(tables=tables)
+    return [positions[layer.rotary.key] for layer in layers]
+
+
+def _require_one_rotation(layers: Sequence[NSAAttention]) -> None:
+    if len({layer.rotary.key for layer in layers if layer.rotary.rotary_dim}) > 1:
+        raise ConfigError(
+            "position_embeddings were given to a model whose layers rotate in different ways (rope_layers): one table "
+            "cannot serve them all. Pass position_ids, or nothing."
+        )
+
+
+class NSACache:
+    """KV cache of a model: one `LayerCache` per layer. Made by `NSATransformer.new_cache`."""
+
+    def __init__(self, layers: list[LayerCache]) -> None:
+        self.layers = layers
+        self.exclusive = ExclusiveUse()
+
+    @property
+    def length_B(self) -> Tensor:
+        """Tokens in each row."""
+        return self.layers[0].length_B
+
+    def n_bytes(self) -> int:
+        """Memory of all layers."""
+        return sum(layer.n_bytes() for layer in self.layers)
+
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Empty every row, or these; their pages become free."""
+        self._each(lambda layer: layer.reset(rows))
+
+    def crop(self, length: int | Sequence[int] | Tensor) -> None:
+        """Keep the first `length` tokens of each row; see `LayerCache.crop`."""
+        with self.exclusive:
+            for layer in self.layers:  # layers of several kinds refuse different lengths
+                layer.check_crop(length)
+            self._each(lambda layer: layer.crop(length))
+
+    def reorder(self, rows: Sequence[int] | Tensor) -> None:
+        """Replace row i by row rows[i], as beam search needs it."""
+        self._each(lambda layer: layer.reorder(rows))
+
+    def _each(self, change: Callable[[LayerCache], None]) -> None:
+        """All layers have the same lengths: what one refuses, the first refuses before anything changed."""
+        with self.exclusive:
+            for layer in self.layers:
+                change(layer)

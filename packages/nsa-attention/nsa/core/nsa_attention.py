@@ -7,7 +7,7 @@ C compressed blocks · N chosen blocks
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +15,18 @@ from torch import Tensor, nn
 from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.branches import AttendedKeys, BranchGates, BranchKeys, BranchStreams
 from nsa.core.compression import BlockCompressor
-from nsa.core.document_layout import DocumentLayout
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_kinds import LAYER_KINDS
-from nsa.core.positions import PositionOptions, Positions, locate
+from nsa.core.positions import DocumentLayout, PositionOptions, Positions, locate
 from nsa.core.probe import Probe
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
 from nsa.core.selector_loss import LossLabels, attach_loss, with_sampled_queries
 from nsa.errors import ConfigError
 from nsa.geometry import CoarseLevel
-from nsa.kernels.interface import TokenDecoder
+from nsa.kernels.interface import KernelShape, TokenDecoder
 from nsa.kernels.registry import BackendRequest, KernelPlan, RequestedKernels, backend_request
 from nsa.options import AttentionKind
-
-
-class _Projected(NamedTuple):
-    """The input of a pass and its projections, real tokens first in rows that are padded."""
-
-    x_BSD: Tensor
-    q_BSGRK: Tensor
-    streams: BranchStreams
-    gates: Tensor | None
-    new_lens_B: Tensor | None
 
 
 class NSAAttention(nn.Module):
@@ -73,7 +62,10 @@ class NSAAttention(nn.Module):
         strategy, self.branches = LAYER_KINDS[kind]
         self.kind = kind
         self.config = c = strategy.own_config(attention_config(config, *sizes, **options))
-        self.strategy = strategy.of_config(c, backend_request(kernels), self.branches)
+        shape = KernelShape(c.n_kv_groups, c.n_heads // c.n_kv_groups, c.d_k, c.d_v, c.geometry)
+        self.strategy = strategy(
+            shape, backend_request(kernels), c.d_k**-0.5, self.branches, c.coarse.level, c.selector.blocks
+        )
         self.dim, self.n_heads, self.n_kv_groups, self.d_k, self.d_v = c.dim, c.n_heads, c.n_kv_groups, c.d_k, c.d_v
         self.geometry, self.kv = c.geometry, c.kv
         self.rotary = RotaryEmbedding(c.d_k, c.rope)
@@ -94,13 +86,13 @@ class NSAAttention(nn.Module):
             self.phi_k = BlockCompressor.of_config(c, c.d_k)
         if "compressed" in self.branches:
             self.phi_v = BlockCompressor.of_config(c, c.d_v)
-            self.gates = BranchGates(c.dim, c.n_kv_groups, c.n_heads // c.n_kv_groups, c.gate, len(self.branches))
+            self.gates = BranchGates(c.dim, c.n_kv_groups, shape.heads_per_group, c.gate, len(self.branches))
         self.w_out = nn.Linear(c.n_heads * c.d_v, c.dim, bias=c.out_bias)
         init_weights(self, std=c.init_std)
 
     @property
     def attention_layer(self) -> Self:
-        """The layer itself, for `nsa.core.model_layers`."""
+        """The layer itself, for `nsa.core.probe.attention_layers`."""
         return self
 
     @property
@@ -123,11 +115,7 @@ class NSAAttention(nn.Module):
 
     @property
     def coarse(self) -> CoarseLevel | None:
-        return self.strategy.selection.coarse
-
-    @property
-    def cache_type(self) -> type[LayerCache]:
-        return self.strategy.cache_type
+        return self.strategy.coarse
 
     @property
     def _shared_streams(self) -> tuple[bool, bool]:
@@ -175,7 +163,7 @@ class NSAAttention(nn.Module):
             with torch.no_grad(), nullcontext() if torch.compiler.is_compiling() else cache.exclusive:
                 where = where or self.locate(x_BSD, cache=cache, **places)
                 x_BSD, q_BSGRK, streams, gates, new_lens_B = self._project_rows(x_BSD, where, cache, new_lens_B)
-                attend, keys = self._append(q_BSGRK, streams, cache, new_lens_B)
+                attend, keys = self.append(q_BSGRK, streams, cache, new_lens_B)
                 mixed_BSGRV, blocks = attend(q_BSGRK, gates)[:2]
                 if self.probe is not None:
                     self._record(self.probe, q_BSGRK, gates, blocks, keys, keys_at_hand=q_BSGRK.shape[1] > 1)
@@ -219,8 +207,9 @@ class NSAAttention(nn.Module):
 
     def _project_rows(
         self, x_BSD: Tensor, where: Positions, cache: LayerCache | None = None, new_lens_B: Tensor | None = None
-    ) -> _Projected:
-        """The input and its projections, and with a cache how many tokens of each row are real."""
+    ) -> tuple[Tensor, Tensor, BranchStreams, Tensor | None, Tensor | None]:
+        """The input, its queries, keys and values, its gates, and with a cache how many tokens of each row are real;
+        real tokens first in rows that are padded."""
         padding = where.padding
         if padding is not None:
             x_BSD = padding.to_front(x_BSD.masked_fill(~padding.real_BS[..., None], 0))  # whatever padding holds
@@ -232,7 +221,7 @@ class NSAAttention(nn.Module):
                     "`where` has a layout and a cache is given, which has its own. Pass locate(x, cache=cache)."
                 )
             q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
-        return _Projected(x_BSD, q_BSGRK, streams, None if self.gates is None else self.gates(x_BSD), new_lens_B)
+        return x_BSD, q_BSGRK, streams, None if self.gates is None else self.gates(x_BSD), new_lens_B
 
     def _project_back(self, mixed_BSGRV: Tensor, where: Positions) -> Tensor:
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
@@ -259,7 +248,7 @@ class NSAAttention(nn.Module):
         pages: of l_sel tokens, which the rows take as they grow and return when they end; default enough for all.
         """
         weight = self._loaded_weight()
-        return self.cache_type(
+        return self.strategy.cache_type(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
             device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
             pages=pages,
@@ -282,11 +271,6 @@ class NSAAttention(nn.Module):
             f"run it without a cache (use_cache=False)."
         )
 
-    def fill_cache(self, cache: LayerCache, new: BranchStreams) -> None:
-        """Append tokens to a cache without attending to anything."""
-        with torch.no_grad():
-            cache.append(new, None, self.compress)
-
     def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
         """The backend that computes each branch there, and why."""
         return self.strategy.plan(device, dtype)
@@ -301,24 +285,11 @@ class NSAAttention(nn.Module):
             **self.strategy.flops(seq_len),
         }
 
-    def attend_cached(
-        self,
-        q_BSGRK: Tensor,
-        new: BranchStreams,
-        gates: Tensor | None,
-        cache: LayerCache,
-        new_lens_B: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, AttendedKeys]:
-        """A cached forward between its projections, for a caller that holds `cache.exclusive`: append the new tokens,
-        attend. Returns [B, S, G, R, V], the chosen blocks, and what the branches attended over."""
-        attend, keys = self._append(q_BSGRK, new, cache, new_lens_B)
-        out_BSGRV, blocks = attend(q_BSGRK, gates)[:2]
-        return out_BSGRV, blocks, keys
-
-    def _append(
-        self, q_BSGRK: Tensor, new: BranchStreams, cache: LayerCache, new_lens_B: Tensor | None
+    def append(
+        self, q_BSGRK: Tensor, new: BranchStreams, cache: LayerCache, new_lens_B: Tensor | None = None
     ) -> tuple[Callable[[Tensor, Tensor | None], tuple[Any, ...]], AttendedKeys]:
-        """Append the new tokens. Returns what attends to them and to those before, given queries and gates, and what
+        """Append projected tokens to a cache whose `exclusive` the caller holds. Returns a function of queries and
+        gates, which attends to these tokens and those before and gives [B, S, G, R, V] and the chosen blocks; and what
         the branches attend over."""
         if (decoder := self._decoder(cache, q_BSGRK)) is not None:
             return decoder.attend, self.strategy.visible(cache.append_held(new, new_lens_B, self.compress, decoder))
@@ -433,7 +404,7 @@ class NSAAttention(nn.Module):
             if cache.geometry is self.geometry and x_BSD.is_cpu:  # of this very module; the rest is seen in its shapes
                 return
             if (type(cache), cache.geometry, cache.n_groups, cache.d_k, cache.d_v, cache.shared, cache.device) == (
-                *(self.cache_type, self.geometry, self.n_kv_groups, self.d_k, self.d_v, self._shared_streams),
+                *(self.strategy.cache_type, self.geometry, self.n_kv_groups, self.d_k, self.d_v, self._shared_streams),
                 x_BSD.device,
             ):
                 return
@@ -462,9 +433,8 @@ class NSAAttention(nn.Module):
             decoder = None
             if make is not None:
                 means = self.phi_k.operator.is_mean and self.rope_compressed == "before"
-                heads_per_group = self.strategy.shape.heads_per_group
-                sizes = dict(heads_per_group=heads_per_group, geometry=self.geometry, scale=self.scale)
-                decoder = cache.decoder(make, means=means, **sizes)
+                heads = self.strategy.shape.heads_per_group
+                decoder = cache.decoder(make, means=means, heads_per_group=heads, **self.strategy.options)
             cache.prepared = self, decoder
         return decoder
 

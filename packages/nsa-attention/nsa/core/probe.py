@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from nsa.core.branches import BRANCH_ORDER, BranchKeys
-from nsa.core.model_layers import attention_layers
 from nsa.geometry import CoarseLevel, Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
@@ -71,6 +70,12 @@ class Probe:
             "reads_pred": (keys.pos_BS + 1).clamp(max=w).sum(),
             "reads_act_total": _sliding_reads(keys.pos_BS, keys.start_BS, keys.k.shape[1], w).sum(),
         }
+
+
+def attention_layers(model: nn.Module) -> dict[str, Any]:
+    """Every `NSAAttention` of a model by the name of its module; of one that is held, that of its `AttentionHolder`."""
+    modules = model.named_modules()
+    return {name: module.attention_layer for name, module in modules if hasattr(module, "attention_layer")}
 
 
 AnyProbe = TypeVar("AnyProbe", bound=Probe)

@@ -1,38 +1,28 @@
-"""Selector loss: an auxiliary loss that trains block selection on the attention mass of the blocks it chose.
+"""Sampling, labels and gradient of the selector loss: an auxiliary loss that trains block selection on attention mass.
 
-For a sample of the queries, the KL divergence from the selected branch's attention mass per chosen block to the block
-scores by which they were chosen, both summed over the heads of a group and renormalised over the chosen blocks that end
-at or before the query. Only the compressed keys get a gradient. The log-sum-exps that normalise each head's scores come
-from the attention kernels and are constants, so nothing outside the chosen blocks is read: time and memory are linear
-in the queries, whatever the backend.
+For a sample of the queries, the KL divergence from the attention mass per block to the block scores by which blocks are
+chosen (`nsa.core.block_divergence`).
 
 The loss is averaged over labels, as the cross-entropy is: divergences are summed, each sampled query standing for as
 many tokens, and divided by the labels of the optimizer step. Queries that have fewer than two blocks to compare add
 nothing. So it does not depend on how a step is divided into passes, ranks and documents, and the number of labels is
 the one number that every trainer knows before its first backward pass.
 
-B batch · S tokens · Q sampled queries · M = B·Q · c queries of a chunk · T raw keys · C compressed keys · N chosen
-blocks · t tokens of a block · m compressed entries that overlap a block · G kv groups · R heads per group · K key dim
+B batch · S tokens · Q sampled queries
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from nsa.core.block_divergence import DivergenceSums, SelectorLossFunction, fake_results, register_gradient
-from nsa.core.branches import BranchesOutput, BranchKeys
-from nsa.core.keys_at_places import add_rows, keys_at, row_numbers
-from nsa.core.model_layers import attention_layers
+from nsa.core.block_divergence import SelectorLossFunction
 from nsa.core.positions import Positions, QuerySample
-from nsa.geometry import Geometry
-from nsa.kernels.custom_operator import custom_operator
+from nsa.core.probe import attention_layers
+from nsa.kernels.custom_operator import custom_operator, value_of
 from nsa.kernels.interface import constant_when_traced
-from nsa.kernels.portable.chunk import budget
-from nsa.kernels.precision import without_autocast
-from nsa.kernels.transforms import value_of
 
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -213,121 +203,3 @@ class _FollowedLoss(torch.autograd.Function):
             with torch.autograd._unsafe_preserve_version_counter(ctx.gradient):
                 ctx.gradient.copy_(value_of(dloss))
         return dloss, None
-
-
-def selector_loss(
-    sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, made: BranchesOutput, compressed: BranchKeys,
-    selected: BranchKeys, *, geometry: Geometry, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The weighted sum over sampled queries with two comparable blocks or more, averaged over groups, which has a
-    gradient in k_BCGK alone; and the plain mean over these queries and groups, for the record.
-
-    k_BCGK: the compressed keys once more, made of detached hidden states.
-    """
-    assert made.blocks is not None
-    lse_compressed, lse_selected, *_ = made.lse
-    per_query = (q_BSGRK, made.blocks, lse_compressed, lse_selected, selected.pos_BS, selected.start_BS)
-    sampled = [x.detach().index_select(1, sample.queries_Q) for x in (*per_query, compressed.start_BS)]
-    need_grad = torch.is_grad_enabled() and k_BCGK.requires_grad
-    sampled.append(sample.weight_BQ)
-    loss, mean, _ = _differentiable_loss(k_BCGK, selected.k.detach(), *sampled, geometry.ints, scale, need_grad)
-    return loss, mean
-
-
-class _Chunk(NamedTuple):
-    """Some of the sampled queries, in fp32 or wider; rows of the batch one after the other."""
-
-    q_cGRK: Tensor
-    """Times the scale of the scores."""
-    blocks_cGN: Tensor
-    lse_cmp_cGR: Tensor
-    lse_sel_cGR: Tensor
-    pos_c: Tensor
-    start_c: Tensor
-    """Index of the document's position 0 among the raw keys of all rows of the batch."""
-    first_c: Tensor
-    """Index of the document's block 0 among the compressed keys of all rows of the batch."""
-    weight_c: Tensor
-
-    def log_mass_read(self, k_sel_TGK: Tensor, geometry: Geometry) -> Tensor:
-        """Log of the selected branch's mass per chosen block [c, G, N]; anything where the block is not complete."""
-        token_t = torch.arange(geometry.l_sel, device=self.pos_c.device)
-        at_cGNt = self.start_c[:, None, None, None] + self.blocks_cGN[..., None] * geometry.l_sel + token_t
-        scores_cGRNt = self._scores(keys_at(k_sel_TGK, at_cGNt), self.lse_sel_cGR)
-        return scores_cGRNt.logsumexp((2, 4))
-
-    def selector_scores(self, k_cmp_CGK: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """Logarithms of what the entries add to the scores of the chosen blocks, [c, G, R, N, m], −inf where an entry
-        is not visible to the query; and where those entries lie, [c, G, N, m]."""
-        g = geometry
-        entry_m = torch.arange((g.l + g.l_sel) // g.d - 1, device=self.pos_c.device)
-        begin_m = (entry_m + 1) * g.d - g.l  # relative to the block
-        overlap_m = ((begin_m + g.l).clamp(max=g.l_sel) - begin_m.clamp(min=0)) // g.d  # as `reference.overlap`
-        log_overlap_m = overlap_m.to(self.q_cGRK.dtype).log()
-        number_cGNm = self.blocks_cGN[..., None] * (g.l_sel // g.d) + begin_m // g.d
-        hidden_cGNm = (number_cGNm < 0) | (number_cGNm * g.d + g.l - 1 > self.pos_c[:, None, None, None])
-        at_cGNm = self.first_c[:, None, None, None] + number_cGNm
-        scores_cGRNm = self._scores(keys_at(k_cmp_CGK, at_cGNm), self.lse_cmp_cGR) + log_overlap_m
-        return scores_cGRNm.masked_fill_(hidden_cGNm[:, :, None], -torch.inf), at_cGNm
-
-    def complete_cGN(self, geometry: Geometry) -> Tensor:
-        """Whether a chosen block ends at or before the query."""
-        ends_cGN = (self.blocks_cGN + 1) * geometry.l_sel
-        return (self.blocks_cGN >= 0) & (ends_cGN <= self.pos_c[:, None, None] + 1)
-
-    def _scores(self, k_cGNxK: Tensor, lse_cGR: Tensor) -> Tensor:
-        scores = torch.einsum("cgrk,cgnxk->cgrnx", self.q_cGRK, k_cGNxK.to(self.q_cGRK.dtype))
-        return scores.sub_(lse_cGR[..., None, None])
-
-
-def _add_chunk(chunk: _Chunk, k_cmp: Tensor, k_sel: Tensor, g: Geometry, sums: DivergenceSums) -> None:
-    scores_cGRNm, at_cGNm = chunk.selector_scores(k_cmp, g)
-    log_score_cGN = scores_cGRNm.logsumexp((2, 4))
-    complete_cGN = chunk.complete_cGN(g)
-    compared_cGN, dlog_cGN = sums.add(log_score_cGN, chunk.log_mass_read(k_sel, g), complete_cGN, chunk.weight_c)
-    if sums.dk_cmp is None:
-        return
-    # Of a block's score, divided among its entries and heads by what each adds to it.
-    parts_cGRNm = (scores_cGRNm - log_score_cGN.where(compared_cGN, 0)[:, :, None, :, None]).exp_()
-    dscores_cGRNm = parts_cGRNm.mul_(dlog_cGN[:, :, None, :, None]).where(compared_cGN[:, :, None, :, None], 0)
-    dk_cGNmK = torch.einsum("cgrnm,cgrk->cgnmk", dscores_cGRNm, chunk.q_cGRK)
-    rows = row_numbers(at_cGNm, *k_cmp.shape[:2])
-    add_rows(sums.dk_cmp.view(-1, sums.dk_cmp.shape[-1]), rows.flatten(), dk_cGNmK.flatten(0, -2))
-
-
-@custom_operator("nsa::selector_loss", mutates_args=())
-def _selector_loss(
-    k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
-    start: Tensor, first: Tensor, weight: Tensor, sizes: list[int], scale: float, need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return without_autocast(
-        q, _compute, k_cmp, k_sel, (q, blocks, lse_cmp, lse_sel, pos, start, first, weight), Geometry.from_ints(sizes),
-        scale, need_grad,
-    )  # fmt: skip
-
-
-def _compute(
-    k_cmp: Tensor, k_sel: Tensor, per_query: tuple[Tensor, ...], g: Geometry, scale: float, need_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    q, blocks, lse_cmp, lse_sel, pos, start, first, weight = per_query
-    row_B1 = torch.arange(len(q), device=q.device)[:, None]
-    start, first = start + row_B1 * k_sel.shape[1], first + row_B1 * k_cmp.shape[1]
-    k_cmp_rows, k_sel_rows = k_cmp.flatten(0, 1), k_sel.flatten(0, 1)
-    sums = DivergenceSums(q, k_cmp, need_grad)
-    if len(k_cmp_rows):
-        chunk = max(1, budget(q) // max(1, blocks.shape[2] * blocks.shape[3] * g.l_sel * q.shape[-1]))
-        parts = (q, blocks.long(), lse_cmp, lse_sel, pos, start, first, weight)
-        for q_c, *rest in zip(*(x.flatten(0, 1).split(chunk) for x in parts), strict=True):
-            _add_chunk(_Chunk(q_c.to(sums.wide) * scale, *rest), k_cmp_rows, k_sel_rows, g, sums)
-    return sums.results()
-
-
-@_selector_loss.register_fake
-def _(
-    k_cmp: Tensor, k_sel: Tensor, q: Tensor, blocks: Tensor, lse_cmp: Tensor, lse_sel: Tensor, pos: Tensor,
-    start: Tensor, first: Tensor, weight: Tensor, sizes: list[int], scale: float, need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return fake_results(k_cmp, q, need_grad)
-
-
-_differentiable_loss = register_gradient(_selector_loss, n_inputs=13)

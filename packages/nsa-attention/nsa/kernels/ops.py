@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
-from nsa.kernels.custom_operator import custom_operator
+from nsa.kernels.custom_operator import ReverseModeFunction, custom_operator, with_gradient, without_second_gradient
 from nsa.kernels.interface import BackendKernels, BranchInputs, device_of
 from nsa.kernels.precision import autocast_off, require_one_dtype
 from nsa.kernels.reference import Attended
-from nsa.kernels.transforms import ReverseModeFunction, with_gradient, without_second_gradient
 
 _KERNELS: dict[str, Any] = {}
 """`BackendKernels`, or `FusedBackendKernels` where something of these is bound."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nsa.geometry import Geometry
+from nsa.kernels.custom_operator import is_mapped
 from nsa.kernels.precision import einsum, require_one_dtype, without_autocast
-from nsa.kernels.transforms import is_mapped
 
 Attended = Tensor | tuple[Tensor, Tensor]
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.errors import ConfigError
-from nsa.kernels.custom_operator import custom_operator
-from nsa.kernels.transforms import ReverseModeFunction, with_gradient
+from nsa.kernels.custom_operator import ReverseModeFunction, custom_operator, with_gradient
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits, or elements of the weight in fp32, that exist at once

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
-from nsa.core.kv_cache import LayerCache, NSACache
-from nsa.core.layer_of_kind import layer_of_kind
+from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import broken_pattern_rules, layer_config, repeated
-from nsa.core.layer_positions import locate_layers
+from nsa.core.model_layers import NSACache, layer_of_kind, locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules

@@ -9,8 +9,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
 from nsa.core.attention_config import AttentionConfig
-from nsa.core.attention_holder import AttentionHolder
 from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
+from nsa.core.model_layers import AttentionHolder
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import Tables
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder

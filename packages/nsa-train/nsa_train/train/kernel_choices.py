@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from nsa.core.model_layers import attention_layers
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import attention_layers
 from nsa.kernels.registry import BackendChoice
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nsa.bench.shapes import SHAPES
-from nsa.core.document_layout import packed_layout
+from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels import registry
 from nsa.kernels.interface import KernelShape

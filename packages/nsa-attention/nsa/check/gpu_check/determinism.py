@@ -14,8 +14,8 @@ from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck,
 from nsa.check.gpu_check.near_ties import ForwardRecorder
 from nsa.check.gpu_check.sizes import CheckSizes, attention, tokens
 from nsa.core.compression import BlockCompressor
-from nsa.core.document_layout import plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import plain_layout
 
 Bits = dict[str, Tensor]
 

@@ -7,8 +7,8 @@ import torch
 
 from nsa.bench.shapes import SHAPES, BenchShape
 from nsa.core.attention_config import INIT_STD
-from nsa.core.document_layout import packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.core.probe import Probe
 from nsa.geometry import Geometry
 from nsa.kernels.registry import BackendRequest

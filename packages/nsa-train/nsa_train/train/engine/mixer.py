@@ -19,11 +19,10 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa.core.attention_config import INIT_STD, AttentionConfig, attention_config
-from nsa.core.attention_holder import AttentionHolder
 from nsa.core.compression import BlockCompressor
 from nsa.core.init import init_weights
-from nsa.core.layer_of_kind import layer_of_kind
 from nsa.core.layer_pattern import layer_config, repeated
+from nsa.core.model_layers import AttentionHolder, layer_of_kind
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
 from nsa.errors import ConfigError

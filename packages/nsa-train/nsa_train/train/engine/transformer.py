@@ -16,8 +16,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import fully_shard
 
-from nsa.core.layer_positions import locate_layers
-from nsa.core.model_layers import attention_layers
+from nsa.core.model_layers import locate_layers
+from nsa.core.probe import attention_layers
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.model.init_skipped import InitSkipped

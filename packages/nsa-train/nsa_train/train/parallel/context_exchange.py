@@ -19,8 +19,8 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.distributed_c10d import GroupName
 
 from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
-from nsa.core.document_layout import DocumentLayout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import DocumentLayout
 from nsa.core.rope import Tables, rotate
 from nsa.kernels.registry import KernelPlan
 from nsa_train.train.parallel.row_split import RowSplit

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.core.document_layout import DocumentLayout, packed_layout, plain_layout
 from nsa.core.nsa_attention import NSAAttention
-from nsa.core.positions import Positions
+from nsa.core.positions import DocumentLayout, Positions, packed_layout, plain_layout
 from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
 from nsa_train.train.parallel.context_exchange import ContextGroup, RowExchange

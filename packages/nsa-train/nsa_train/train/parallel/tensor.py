@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from nsa.core.attention_holder import AttentionHolder
 from nsa.core.compression import BlockCompressor
+from nsa.core.model_layers import AttentionHolder
 from nsa.core.nsa_attention import NSAAttention
 
 _GROUP_AXIS = 2
