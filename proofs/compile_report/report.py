@@ -10,15 +10,23 @@ from triton.compiler import ASTSource
 from nsa.bench.shapes import BASE_GEOMETRY, SHAPES, BenchShape
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.gpus import GpuArchitecture
-from nsa.kernels.triton import PIECE, block_index, bounds, mix
-from nsa.kernels.triton import decode as launch_decode
-from nsa.kernels.triton.device import decode, range_backward, range_forward, selected_backward, selected_forward
-from nsa.kernels.triton.device import select as selection
-from nsa.kernels.triton.device.tile import VARYING
+from nsa.kernels.triton import (
+    PIECE,
+    block_index,
+    bounds,
+    decode,
+    mix,
+    range_attention,
+    selected,
+    selected_backward,
+    selection,
+)
 from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.range_attention import ROWS_ADDED
-from nsa.kernels.triton.selected import adding_warps, block_of, columns, keys_of, rows_of
+from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
+from nsa.kernels.triton.selected_backward import adding_warps
 from nsa.kernels.triton.selection import select_sizes
+from nsa.kernels.triton.tile import VARYING
 from nsa.kernels.triton.tuning import TileSizes, choose, split_width, widths
 
 
@@ -94,12 +102,12 @@ def jobs(
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
         return CompileJob(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
-    yield job("range_forward", range_forward.range_forward_kernel, **broad)
-    yield job("range_dq", range_backward.range_dq_kernel, dlse=None, **broad)
-    yield job("range_dkv", range_backward.range_dkv_kernel, **broad)
+    yield job("range_forward", range_attention.range_forward_kernel, **broad)
+    yield job("range_dq", range_attention.range_dq_kernel, dlse=None, **broad)
+    yield job("range_dkv", range_attention.range_dkv_kernel, **broad)
     chosen: dict[str, Any] = dict(N=g.n_sel, L=g.l_sel)
     for kernel, function in (
-        ("selected_forward", selected_forward.selected_forward_kernel),
+        ("selected_forward", selected.selected_forward_kernel),
         ("selected_backward", selected_backward.selected_backward_kernel),
     ):
         n, cuts = keys_of(tiles_for(kernel), g.l_sel)
@@ -107,10 +115,10 @@ def jobs(
     k, v = columns("K", s.d_k), columns("V", s.d_v)
     of_k, of_v = (dict(G=s.n_kv_groups, R=s.heads_per_group, BLOCK_M=rows_of(width)) for width in (s.d_k, s.d_v))
     for kernel, function, constants in (
-        ("merge_slots", selected_forward.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
+        ("merge_slots", selected.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
         ("delta", selected_backward.delta_kernel, dict(**of_v, **v, dlse=None)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
-        ("add_parts", range_backward.add_parts_kernel, dict(**broad, BLOCK_M=ROWS_ADDED)),
+        ("add_parts", range_attention.add_parts_kernel, dict(**broad, BLOCK_M=ROWS_ADDED)),
         ("add_pieces", selected_backward.add_pieces_kernel,
          dict(G=s.n_kv_groups, **broad, L=g.l_sel, BLOCK_N=block_of(g.l_sel))),
     ):  # fmt: skip
@@ -123,7 +131,7 @@ def jobs(
     yield CompileJob("select", selection.select_kernel, constants, tiles.warps, tiles.stages, model.dtype)
     tiles = tiles_for("decode")
     sizes_of_step = (s.n_kv_groups, s.heads_per_group, s.d_k, s.d_v, g, tiles)
-    step, merged = (launch_decode.constants(*sizes_of_step, wide=False, merged=one) for one in (False, True))
+    step, merged = (decode.constants(*sizes_of_step, wide=False, merged=one) for one in (False, True))
     by_tiles, small = (tiles.warps, tiles.stages), (4, 2)
     entries = dict(PAGE=g.l_sel // g.d)
     for kernel, function, constants, options in (

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from nsa.kernels.triton import block_index, selected
-from nsa.kernels.triton.device.tile import narrowed
+from nsa.kernels.triton.tile import narrowed
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
 TRITON = BACKENDS["triton"]
@@ -61,8 +61,7 @@ def test_every_pair_of_sizes_occurs():
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
     """So that a window of keys that all queries chose is cut into several pieces, the last one shorter."""
-    for module in (selected, block_index):
-        monkeypatch.setattr(module, "PIECE", 20)
+    monkeypatch.setattr(block_index, "PIECE", 20)
 
 
 def call_of(

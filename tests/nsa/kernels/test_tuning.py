@@ -142,9 +142,8 @@ def test_a_broken_file_is_reported_and_replaced(tmp_path, caplog, content):
 
 def test_tiles_of_other_kernel_sources_are_timed_again(tmp_path, monkeypatch):
     Bench(tmp_path).choose()
-    (tmp_path / "device").mkdir()
-    (tmp_path / "device" / "kernel.py").write_text("changed")
-    monkeypatch.setattr("nsa.kernels.triton.tile_store.SOURCES", tmp_path / "device")
+    (tmp_path / "kernel.py").write_text("changed")
+    monkeypatch.setattr("nsa.kernels.triton.tile_store.SOURCES", tmp_path)
     later = Bench(tmp_path)
     later.choose()
     assert later.timed == 3

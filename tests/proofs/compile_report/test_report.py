@@ -171,10 +171,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import importlib.util
-from nsa.kernels.triton.device import range_forward
+from nsa.kernels.triton import range_attention
 from proofs.compile_report.report import GPUS, MODELS, compile_for, jobs
 from nsa.kernels.triton.machine_code import read
-source = Path(range_forward.__file__).read_text()
+source = Path(range_attention.__file__).read_text()
 load = "s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)"
 assert source.count(load) == 1
 branch = f"s = tl.zeros([q1.shape[0], BLOCK_N], tl.float32)\\n    if n != 7:\\n        {load}"

@@ -16,7 +16,7 @@ from nsa.bench.shapes import BenchShape
 from nsa.geometry import Geometry
 from nsa.kernels import triton
 from nsa.kernels.interface import BranchInputs
-from nsa.kernels.triton.device import range_backward, range_forward, selected_backward, selected_forward
+from nsa.kernels.triton import range_attention, selected, selected_backward
 from proofs.perf_model import index_kernels, range_kernels, selected_kernels
 from proofs.perf_model.selection_overlap import SelectionOverlap
 from proofs.perf_model.work import LaunchSizes
@@ -61,10 +61,10 @@ wrap(
 
 
 TILE_STEPS = (
-    (range_forward, "attend_tile"),
-    (range_backward, "dq_tile"),
-    (range_backward, "dkv_tile"),
-    (selected_forward, "window_tile"),
+    (range_attention, "attend_tile"),
+    (range_attention, "dq_tile"),
+    (range_attention, "dkv_tile"),
+    (selected, "window_tile"),
     (selected_backward, "window_gradients"),
 )
 """One call per iteration of a loop over tiles; the last argument says if it has masks."""

@@ -3,7 +3,8 @@
 The table is on the host, in integers: no tensor is read. A page may belong to several rows (after `reorder`); it is
 copied before one of them writes to it (copy-on-write).
 
-B batch · S new tokens · N tokens read · G kv groups · X width"""
+B batch · S new tokens · N tokens read · G kv groups · X width
+"""
 
 from collections.abc import Sequence
 from threading import RLock

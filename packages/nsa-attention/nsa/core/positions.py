@@ -1,6 +1,7 @@
 """Positions of a forward pass: layout of packed documents, RoPE tables, position ids, padding masks.
 
-B batch · S tokens · C compressed blocks · D model dim"""
+B batch · S tokens · C compressed blocks · D model dim
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nsa.core.layer_kinds import LAYER_KINDS
 from nsa.core.layer_pattern import kind_counts
 from nsa.kernels.portable.chunk import CPU_ELEMENTS, OTHER_ELEMENTS
-from nsa.kernels.portable.key_windows import PIECE as WINDOW_PIECE
+from nsa.kernels.portable.selected import PIECE as WINDOW_PIECE
 from nsa.kernels.portable.selected import UNION_FACTOR
 from nsa.kernels.triton import PIECE, QUERIES_OF_SLOTS, SLOT_BYTES
 from nsa.model.loss import chunk_rows

@@ -1,10 +1,8 @@
-"""One chunk of queries and its keys: the interface of a chunk, scores, softmax, output, gradients.
+"""One chunk of queries and its keys: scores, softmax, output, gradients.
 
 Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U keys that it sees · M = c·R rows.
 `hidden` broadcasts to the scores with their rows unflattened to (c, R).
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,30 +16,6 @@ OTHER_ELEMENTS = 1 << 25
 READABLE_DEVICES = ("cpu",)
 """Where the host reads values for nothing, and ranges and shapes follow the data. Elsewhere a read makes the host wait
 for all work before it, so they follow from shapes alone."""
-
-
-class QueryChunk(Protocol):
-    """Some queries and the keys that they see together; how both are laid out as matrices."""
-
-    @property
-    def at(self) -> slice:
-        """Slice of the queries."""
-
-    @property
-    def hidden(self) -> Tensor:
-        """Which keys each query does not see."""
-
-    def rows(self, x_BSGRX: Tensor) -> Tensor:
-        """The chunk's queries, or anything that belongs to them, as rows in fp32 or wider."""
-
-    def unrows(self, x: Tensor, heads_per_group: int) -> Tensor:
-        """The way back: [B, c, G, R, X]."""
-
-    def keys(self, x_BTGX: Tensor) -> Tensor:
-        """The chunk's keys or values, in fp32 or wider."""
-
-    def add(self, total_BTGX: Tensor, part: Tensor) -> None:
-        """Add the gradients of `keys` to those of all keys."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -73,9 +73,9 @@ def _check(given: dict[str, Any], write: Any) -> None:
 
 
 def _use_pieces(piece: int) -> None:
-    from nsa.kernels.triton import block_index, selected
+    from nsa.kernels.triton import block_index
 
-    selected.PIECE = block_index.PIECE = piece
+    block_index.PIECE = piece
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def attend_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
     if x.branch == "selected":
-        from nsa.kernels.triton.selected import selected_backward
+        from nsa.kernels.triton.selected_backward import selected_backward
 
         return selected_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
     from nsa.kernels.triton.range_attention import range_backward

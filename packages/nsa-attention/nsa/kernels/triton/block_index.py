@@ -1,4 +1,15 @@
-"""Builds the inverse index (key block → queries that selected it) on the device, without synchronizing with the host.
+"""Kernels that build the inverse index (key block → queries that selected it): a stable, deterministic counting sort.
+
+What is sorted are pairs: a query, and which of its N chosen blocks, as query · N + n.
+
+The queries of a group are cut into chunks, and a few chunks make a run, which one program takes in turn. A chunk sorts
+its selected blocks in registers (`sort_chunks`); each gets its rank among those of the same window in its run
+(`rank_chunks`). The runs' counts of each window become places (`place_chunks`, `place_windows`), and every chunk writes
+its own (`fill`). A window has those whose block begins in the window before and lies across, then those whose block
+begins in it, each by query. Counts take memory for runs × windows: the longer the row, the more chunks make a run.
+
+Windows are counted by where blocks begin, from 1: 0 is for blocks that begin before the first key, in caches that
+dropped old ones. Two counts come in one integer: of blocks in the lower half, of those that lie across in the upper.
 
 A window is l_sel keys on the absolute axis; a block of a packed document may lie across two. Every key belongs to one
 window. What is sorted are integers of 31 bits that name the window, the query within its chunk, and which of its
@@ -11,16 +22,236 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.triton import PIECE
-from nsa.kernels.triton.device.block_index import (
-    fill_kernel,
-    place_chunks_kernel,
-    place_windows_kernel,
-    rank_chunks_kernel,
-    sort_chunks_kernel,
-)
+from nsa.kernels.triton.tile import VARYING
+
+NONE = tl.constexpr(2147483647)
+"""Sorts last."""
+
+
+@triton.jit
+def half(BIT: tl.constexpr, LOG: tl.constexpr):
+    """1 in the upper halves of runs of 2^(BIT + 1) elements, for rows as `sort_rows` holds them."""
+    return tl.reshape(tl.arange(0, 2), [1] * (LOG - BIT) + [2] + [1] * BIT)
+
+
+@triton.jit
+def sort_rows(x, LOG: tl.constexpr):
+    """Each row of 2^LOG ascending: the bitonic network of `tl.sort`, which the interpreter takes minutes for."""
+    cube = tl.reshape(x, [x.shape[0]] + [2] * LOG)
+    for stage in tl.static_range(1, LOG + 1):
+        for i in tl.static_range(0, stage):
+            other = tl.sum(cube, LOG + 1 - stage + i, keep_dims=True) - cube  # of two: the compiler sees the other one
+            wants_larger = half(stage - 1 - i, LOG)
+            if stage < LOG:
+                wants_larger = wants_larger ^ half(stage, LOG)
+            cube = tl.where((cube > other) != (wants_larger == 1), other, cube)
+    return tl.reshape(cube, x.shape)
+
+
+@triton.jit
+def reached(block, start, last, n_windows, L: tl.constexpr):
+    """The counted window in which a chosen block begins (0: before the first key), if any window has it, and if it lies
+    across the next one, which `last`, the last key its query may see, has to reach."""
+    after = start + block * L + L  # the first key after the block
+    window = after // L
+    real = (block >= 0) & (after > 0) & (after < (n_windows + 1) * L)
+    return window, real, real & (after % L != 0) & (window * L <= last) & (window < n_windows)
+
+
+@triton.jit
+def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s,
+           N: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Sorted entries: counted window, pair, the block's first key, if it lies across; how many up to each entry."""
+    real = key != NONE
+    window = key >> SHIFT
+    query = chunk * CHUNK + ((key & ((1 << SHIFT) - 1)) >> BITS)
+    at = query.to(tl.int64)
+    start = tl.load(origin + b * origin_b + at * origin_s, mask=real, other=0).to(tl.int32)
+    pos = tl.load(position + b * position_b + at * position_s, mask=real, other=0).to(tl.int32)
+    begin = (window - 1) * L + (start % L + L) % L
+    _, _, across = reached((begin - start) // L, start, start + pos, n_windows, L)
+    across = across & real
+    count = tl.cumsum(1 + (across.to(tl.int32) << 16), 1)
+    return window, query * N + (key & ((1 << BITS) - 1)), begin, across, count
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sort_chunks_kernel(
+    idx, position, origin, last, entries, ranks, S, n_chunks, n_windows, position_b, position_s, origin_b, origin_s,
+    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """2^LOG ≥ CHUNK·N, 2^BITS ≥ N, 2^(SHIFT − BITS) ≥ CHUNK; ROWS chunks. `last`: the last key each query may see.
+
+    `ranks` gets how many entries, and how many that lie across, there are in the chunk up to each one.
+    """
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    entry = tl.arange(0, 2**LOG)[None, :]
+    turn, which = entry // N, entry % N
+    query = (chunk * CHUNK + turn).to(tl.int64)
+    ok = (turn < CHUNK) & (query < S)
+    block = tl.load(idx + ((b * S + query) * G + g) * N + which, mask=ok, other=-1)
+    start = tl.load(origin + b * origin_b + query * origin_s, mask=ok, other=0).to(tl.int32)
+    once = ok & (which == 0) & (g == 0)
+    pos = tl.load(position + b * position_b + query * position_s, mask=once, other=0).to(tl.int32)
+    tl.store(last + b * S + query, start + pos, mask=once)
+    window, real, _ = reached(block, start, 0, n_windows, L)
+    key = sort_rows(tl.where(real, (window << SHIFT) | (turn << BITS) | which, NONE), LOG)
+    _, _, _, _, count = unpack(
+        key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s, N, L, CHUNK, SHIFT, BITS
+    )
+    at = (bg * n_chunks + chunk) * 2**LOG + entry
+    tl.store(entries + at, key, mask=chunk < n_chunks)
+    tl.store(ranks + at, count, mask=chunk < n_chunks)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def rank_chunks_kernel(
+    entries, ranks, counts, n_chunks, run_length, n_windows, SHIFT: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """ROWS runs of `run_length` chunks: the rank of each entry among those of its window in the run, from 1, and how
+    many each window has. Chunks hand the counts on through memory that only this program uses: barriers separate
+    its reads and writes."""
+    bg = tl.program_id(1).to(tl.int64)
+    run = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    n_runs = tl.cdiv(n_chunks, run_length)
+    entry = tl.arange(0, 2**LOG)[None, :]
+    counts += (bg * n_runs + run) * (n_windows + 1)
+    for w in tl.range(0, n_windows + 1, 2**LOG):
+        none = tl.zeros([ROWS, 2**LOG], tl.int32)
+        tl.store(counts + (w + entry), none, mask=(run < n_runs) & (w + entry <= n_windows))
+    for i in tl.range(0, run_length):
+        chunk = run * run_length + i
+        at, exists = (bg * n_chunks + chunk) * 2**LOG + entry, chunk < n_chunks
+        key = tl.load(entries + at, mask=exists, other=NONE)
+        before = tl.load(entries + at - 1, mask=exists & (entry > 0), other=-1)
+        after = tl.load(entries + at + 1, mask=exists & (entry < 2**LOG - 1), other=-1)
+        count = tl.load(ranks + at, mask=exists, other=0)
+        count_before = tl.load(ranks + at - 1, mask=exists & (entry > 0), other=0)
+        window, real = key >> SHIFT, key != NONE
+        begins, ends = real & (before >> SHIFT != window), real & (after >> SHIFT != window)
+        tl.debug_barrier()
+        # The window's earlier entries are added to the count, those of other windows in the chunk are taken away.
+        base = tl.load(counts + window, mask=begins, other=0) - count_before
+        tl.store(counts + window, base, mask=begins)
+        tl.debug_barrier()
+        rank = tl.load(counts + window, mask=real, other=0) + count
+        tl.debug_barrier()
+        tl.store(counts + window, rank, mask=ends)
+        tl.store(ranks + at, rank, mask=exists)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def place_chunks_kernel(counts, before, totals, n_runs, n_counted, RUNS: tl.constexpr, BINS: tl.constexpr):
+    """How many there are in earlier runs, and in all: pairs (blocks, those that lie across)."""
+    bg = tl.program_id(1).to(tl.int64)
+    window = (tl.program_id(0) * BINS + tl.arange(0, BINS))[None, :]
+    total, total_across = tl.zeros([1, BINS], tl.int32), tl.zeros([1, BINS], tl.int32)
+    for first in tl.range(0, n_runs, RUNS):
+        run = (first + tl.arange(0, RUNS))[:, None]
+        at = (bg * n_runs + run) * n_counted + window
+        ok = (run < n_runs) & (window < n_counted)
+        count = tl.load(counts + at, mask=ok, other=0)
+        across = count >> 16
+        count = count & 0xFFFF
+        tl.store(before + at * 2, total + tl.cumsum(count, 0) - count, mask=ok)
+        tl.store(before + at * 2 + 1, total_across + tl.cumsum(across, 0) - across, mask=ok)
+        total += tl.sum(count, 0)[None, :]
+        total_across += tl.sum(across, 0)[None, :]
+    at = (bg * n_counted + window) * 2
+    tl.store(totals + at, total, mask=window < n_counted)
+    tl.store(totals + at + 1, total_across, mask=window < n_counted)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def place_windows_kernel(
+    totals, offsets, piece_first, n_places, n_windows, PIECE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: where each window's entries begin, and its pieces of at most PIECE entries."""
+    n_entries, n_pieces = 0, 0
+    for first in tl.range(0, n_places, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        ok = place < n_places
+        at = ((place // n_windows).to(tl.int64) * (n_windows + 1) + place % n_windows) * 2  # of the window before
+        count = tl.load(totals + at + 1, mask=ok, other=0) + tl.load(totals + at + 2, mask=ok, other=0)
+        pieces = (count + PIECE - 1) // PIECE
+        tl.store(offsets + place, n_entries + tl.cumsum(count, 0) - count, mask=ok)
+        tl.store(piece_first + place, n_pieces + tl.cumsum(pieces, 0) - pieces, mask=ok)
+        n_entries += tl.sum(count)
+        n_pieces += tl.sum(pieces)
+    tl.store(offsets + n_places, n_entries)
+    tl.store(piece_first + n_places, n_pieces)
+
+
+@triton.jit
+def fill(
+    entries, ranks, before, totals, offsets, position, origin, pairs, begins, n_chunks, run_length, n_windows,
+    position_b, position_s, origin_b, origin_s,
+    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The entries of ROWS chunks, each to its place among all."""
+    bg = tl.program_id(1).to(tl.int64)
+    chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    at = (bg * n_chunks + chunk) * 2**LOG + tl.arange(0, 2**LOG)[None, :]
+    key = tl.load(entries + at, mask=chunk < n_chunks, other=NONE)
+    rank = tl.load(ranks + at, mask=chunk < n_chunks, other=0)
+    window, pair, begin, across, _ = unpack(
+        key, chunk, position, origin, bg // G, n_windows, position_b, position_s, origin_b, origin_s,
+        N, L, CHUNK, SHIFT, BITS,
+    )  # fmt: skip
+    mine = (key != NONE) & (window > 0)
+    at = (bg * tl.cdiv(n_chunks, run_length) + chunk // run_length) * (n_windows + 1) + window
+    place = bg * n_windows + window
+    before_it = tl.load(totals + (bg * (n_windows + 1) + window - 1) * 2 + 1, mask=mine, other=0)
+    to = tl.load(offsets + place - 1, mask=mine, other=0) + before_it + (rank & 0xFFFF) - 1
+    to += tl.load(before + at * 2, mask=mine, other=0)
+    tl.store(pairs + to, pair, mask=mine)
+    tl.store(begins + to, begin, mask=mine)
+    to = tl.load(offsets + place, mask=across, other=0) + (rank >> 16) - 1
+    to += tl.load(before + at * 2 + 1, mask=across, other=0)
+    tl.store(pairs + to, pair, mask=across)
+    tl.store(begins + to, begin, mask=across)
+
+
+@triton.jit
+def find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
+    """The window of each of BLOCK pieces, by bisection; n_places for pieces that are not needed."""
+    piece = block * BLOCK + tl.arange(0, BLOCK)
+    low, high = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], 0, tl.int32) + n_places
+    for _ in tl.range(0, steps):  # the first window whose successor begins after the piece
+        middle = (low + high) // 2
+        inside = (piece < n_pieces) & (middle < n_places)
+        after = tl.load(piece_first + middle + 1, mask=inside, other=2147483647) > piece
+        low, high = tl.where(after, low, middle + 1), tl.where(after, middle, high)
+    tl.store(piece_window + piece, tl.minimum(low, n_places), mask=piece < n_pieces)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def fill_kernel(
+    entries, ranks, before, totals, offsets, piece_first, position, origin, pairs, begins, piece_window,
+    n_chunks, run_length, n_windows, n_places, n_pieces, steps, position_b, position_s, origin_b, origin_s,
+    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr,
+    CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Programs past the chunks find the windows of pieces: nothing that follows needs the one without the other."""
+    later = tl.program_id(0) - tl.cdiv(n_chunks, ROWS)
+    if later < 0:
+        fill(
+            entries, ranks, before, totals, offsets, position, origin, pairs, begins, n_chunks, run_length, n_windows,
+            position_b, position_s, origin_b, origin_s, G, N, L, CHUNK, SHIFT, BITS, LOG, ROWS,
+        )  # fmt: skip
+    else:
+        block = later * tl.num_programs(1) + tl.program_id(1)
+        find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK)
+
 
 MOST_SORTED = 1024
 """Entries that a chunk of queries sorts in registers."""

@@ -1,4 +1,15 @@
-"""Launches the decode step, one new token per row: four kernels for any lengths.
+"""Decode step, one new token per row over the KV cache, in four kernels: two read keys, one ranks blocks, one merges.
+
+Each row's keys are cut into parts, one program each, so that a single row fills a GPU. How many parts there are follows
+from the model alone and how long each is from the row's own length, read here: a row has the same bits alone, in any
+batch and in a cache of any size. Parts are merged by their log-sum-exp (base 2 throughout) in order, without atomics.
+
+    compressed   parts of the compressed branch; leaves every score, which is less to read again than the keys
+    score        the best blocks of each stretch of blocks, ranked as in `select`
+    raw          the choice among those, then a page of l_sel keys per program; beside them the window's parts
+    merge        a branch's parts, one head per program
+
+A merged layer has one branch of blocks and window, whose compressed keys have no values.
 
 The host reads shapes only, so the step may be captured in a CUDA graph and replayed as the cache fills up. Shapes as
 in `nsa.kernels.reference`; a row's keys must hold its position 0 (start ≥ 0), as a cache's do.
@@ -8,20 +19,227 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, device_of
-from nsa.kernels.triton.device.decode import (
-    decode_compressed_kernel,
-    decode_merge_kernel,
-    decode_raw_kernel,
-    decode_score_kernel,
-)
 from nsa.kernels.triton.mix import mix_forward
-from nsa.kernels.triton.range_attention import row_strides, rows_contiguous
+from nsa.kernels.triton.selection import ascending, own_block, ranked, shared_strides
+from nsa.kernels.triton.tile import (
+    LOG2E,
+    VARYING,
+    divisor,
+    dot_rows,
+    group_at,
+    load_both,
+    load_rows,
+    log_sum,
+    row_strides,
+    rows_contiguous,
+    soften,
+    store_both,
+    store_rows,
+    weigh,
+    zeros_both,
+)
 from nsa.kernels.triton.tuning import TileSizes, choose, is_wide, split_width, widths
+
+
+@triton.jit
+def complete_blocks(position, origin, n_keys, L: tl.constexpr, D: tl.constexpr):
+    """Where the compressed blocks that this row may see begin and end on the key axis."""
+    complete = tl.where(position + 1 >= L, (position + 1 - L) // D + 1, 0)
+    return tl.maximum(origin, 0), tl.minimum(tl.maximum(origin + complete, 0), n_keys)
+
+
+@triton.jit
+def share(lo, hi, part, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The keys of one of PARTS parts: whole tiles, the same number for all, so that only the last ones may be empty."""
+    size = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), PARTS), BLOCK_N) * BLOCK_N
+    begin = lo + part * size
+    return begin, tl.minimum(begin + size, hi)
+
+
+@triton.jit
+def state_at(table, at, inside, first_size, PAGE: tl.constexpr, OTHER_PAGE: tl.constexpr):
+    """The page of these entries of a row, and where in it they lie: pages have PAGE entries if `first_size`, else
+    OTHER_PAGE, constants because of the division. Nothing is read where there is no entry."""
+    number = tl.where(first_size, at // PAGE, at // OTHER_PAGE)
+    page = tl.load(table + number, mask=inside, other=0)
+    return page.to(tl.int64), (at - number * tl.where(first_size, PAGE, OTHER_PAGE)).to(tl.int64)
+
+
+@triton.jit
+def attend_range(
+    q, q_at, ok, k, v, table, k_p, k_t, v_p, v_t, first_size, begin, end,
+    part, part_lse, part_at, scores, scores_at, scale,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    PAGE: tl.constexpr, OTHER_PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KEEP_SCORES: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows of heads over the keys begin ≤ t < end, all visible: writes one part, and the scores if asked; without
+    values, only the part's log-sum-exp."""
+    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc1, acc2 = zeros_both(BLOCK_M, V1, V2)
+    for n in tl.range(begin, end, BLOCK_N):
+        at = n + tl.arange(0, BLOCK_N)
+        inside = at < end
+        page, state = state_at(table, at, inside, first_size, PAGE, OTHER_PAGE)
+        k_at, v_at = page * k_p + state * k_t, page * v_p + state * v_t
+        s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)
+        s = tl.where(inside[None, :], s * (scale * LOG2E), float("-inf"))
+        if KEEP_SCORES:
+            tl.store(scores + scores_at[:, None] + at[None, :], s, mask=ok[:, None] & inside[None, :])
+        e, top, total, decay = soften(s, top, total)
+        if VALUES:
+            acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    if VALUES:
+        store_both(part, part_at * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+    tl.store(part_lse + part_at, log_sum(top, total), mask=ok)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def decode_compressed_kernel(
+    q, k, v, table, position, origin, scores, part, part_lse, scale, n_keys, n_parts, table_b,
+    q_b, q_g, q_r, k_p, k_g, k_t, v_p, v_g, v_t, G: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    VALUES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    bg = tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    head = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    pos, first = tl.load(position + b).to(tl.int32), tl.load(origin + b).to(tl.int32)
+    lo, hi = complete_blocks(pos, first, n_keys, L, D)
+    begin, end = share(lo, hi, tl.program_id(0), PARTS, BLOCK_N)
+    attend_range(
+        q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
+        k + g * k_g, v + g * v_g, table + b * table_b, k_p, k_t, v_p, v_t, True,
+        begin, end, part, part_lse, (bg * n_parts + tl.program_id(0)) * R + head,
+        scores, (bg * R + head) * n_keys, scale, K, K1, K2, V, V1, V2, PAGE, PAGE, BLOCK_M, BLOCK_N, True,
+        VALUES, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def decode_score_kernel(
+    scores, part_lse, position, origin, best, n_keys, n_compressed, n_parts,
+    G: tl.constexpr, R: tl.constexpr, L: tl.constexpr, D: tl.constexpr, L_SEL: tl.constexpr, KEEP: tl.constexpr,
+    PARTS: tl.constexpr, STRETCHES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The KEEP best blocks of one of STRETCHES stretches, ranked; PARTS ≥ n_compressed, how many parts there are."""
+    stretch, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pos, first = tl.load(position + bg // G).to(tl.int32), tl.load(origin + bg // G).to(tl.int32)
+    lo, hi = complete_blocks(pos, first, n_keys, L, D)
+    own = own_block(pos, L_SEL)
+    piece = tl.arange(0, PARTS)
+    found = tl.full([KEEP], -1, tl.int64)
+    begin, end = share(0, own + 1, stretch, STRETCHES, BLOCK_J)
+    for j0 in tl.range(begin, end, BLOCK_J):
+        j = j0 + tl.arange(0, BLOCK_J)
+        mass = tl.zeros([BLOCK_J], tl.float32)
+        for r in tl.range(0, R, BLOCK_R):
+            head = r + tl.arange(0, BLOCK_R)
+            lse_at = (bg * n_parts + piece[None, :]) * R + head[:, None]
+            there = (head < R)[:, None] & (piece < n_compressed)[None, :]
+            lse = tl.load(part_lse + lse_at, mask=there, other=float("-inf"))
+            top = tl.max(lse, 1)
+            top = tl.where(top == float("-inf"), 0.0, top)
+            total = tl.sum(tl.exp2(lse - top[:, None]), 1)
+            level = top + tl.log2(tl.where(total == 0, 1.0, total))
+            for m in tl.static_range(0, L_SEL // D + L // D - 1):
+                c = j * (L_SEL // D) + m - (L // D - 1)
+                at = first + c
+                seen = (c >= 0) & (at >= lo) & (at < hi)
+                s_at = (bg * R + head)[:, None] * n_keys + at[None, :]
+                s = tl.load(scores + s_at, mask=(head < R)[:, None] & seen[None, :], other=float("-inf"))
+                mass += tl.sum(tl.exp2(s - level[:, None]), 0) * shared_strides(m, L // D, L_SEL // D)
+        key = tl.topk(ranked(mass, j, own), KEEP)
+        found = tl.topk(tl.reshape(tl.join(found, key), [2 * KEEP]), KEEP)
+    tl.store(best + (bg * STRETCHES + stretch) * KEEP + tl.arange(0, KEEP), found)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def decode_raw_kernel(
+    q, k, v, table, position, origin, window_k, window_v, window_table, window_position, window_origin,
+    best, idx, part, part_lse, scale, n_keys, n_window_keys, n_compressed, n_parts, table_b, window_table_b,
+    q_b, q_g, q_r, k_p, k_g, k_t, v_p, v_g, v_t, wk_p, wk_g, wk_t, wv_p, wv_g, wv_t,
+    G: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, WINDOW_PAGE: tl.constexpr,
+    K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
+    L_SEL: tl.constexpr, N_SEL: tl.constexpr, KEEP: tl.constexpr, STRETCHES: tl.constexpr, W: tl.constexpr,
+    WINDOW_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Programs below N_SEL take one chosen block each, the others the window's parts, all through the same loop."""
+    program, bg = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b, g = bg // G, bg % G
+    head = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_page = program < N_SEL
+    pos = tl.load(tl.where(is_page, position, window_position) + b).to(tl.int32)
+    start = tl.load(tl.where(is_page, origin, window_origin) + b).to(tl.int32)
+
+    # No loop here: the compiler pipelines no loop over keys whose bounds come out of another loop.
+    key = tl.load(best + bg * STRETCHES * KEEP + tl.arange(0, STRETCHES * KEEP))
+    found = tl.topk(key, KEEP)
+    rank = tl.arange(0, KEEP)
+    block = ascending(found, rank < N_SEL)
+    tl.store(idx + bg * N_SEL + rank, block, mask=(rank < N_SEL) & (program + tl.program_id(2) == 0))
+    page = tl.sum(tl.where(rank == program, block, 0))
+
+    seen = start + pos + 1
+    page_begin = start + page * L_SEL
+    page_end = tl.where(page >= 0, tl.minimum(tl.minimum(page_begin + L_SEL, seen), n_keys), page_begin)
+    lo, hi = tl.maximum(start + tl.maximum(pos - W + 1, 0), 0), tl.minimum(seen, n_window_keys)
+    begin, end = share(lo, hi, program - N_SEL, WINDOW_PARTS, BLOCK_N)
+    attend_range(
+        q, group_at(b, g, q_b, q_g) + head.to(tl.int64) * q_r, head < R,
+        tl.where(is_page, k + g * k_g, window_k + g * wk_g), tl.where(is_page, v + g * v_g, window_v + g * wv_g),
+        tl.where(is_page, table + b * table_b, window_table + b * window_table_b),
+        tl.where(is_page, k_p, wk_p), tl.where(is_page, k_t, wk_t),
+        tl.where(is_page, v_p, wv_p), tl.where(is_page, v_t, wv_t), is_page,
+        tl.where(is_page, tl.maximum(page_begin, 0), begin), tl.where(is_page, page_end, end),
+        part, part_lse, (bg * n_parts + n_compressed + program) * R + head, part, head,
+        scale, K, K1, K2, V, V1, V2, PAGE, WINDOW_PAGE, BLOCK_M, BLOCK_N, False, True, WIDE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def decode_merge_kernel(
+    part, part_lse, out, n_compressed, n_parts, n_rows,
+    R: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, N_SEL: tl.constexpr,
+    PARTS: tl.constexpr, AT_ONCE: tl.constexpr, ONE_BRANCH: tl.constexpr,
+):  # fmt: skip
+    """PARTS is a power of two not below any branch's number of parts. A part that saw nothing is never read.
+    ONE_BRANCH: all parts but the compressed ones are one branch, the only one."""
+    branch, head, bg = tl.program_id(0) // R, tl.program_id(0) % R, tl.program_id(1).to(tl.int64)
+    first = tl.where(branch == 0, 0, tl.where(branch == 1, n_compressed, n_compressed + N_SEL))
+    end = tl.where(branch == 0, n_compressed, tl.where(branch == 1, n_compressed + N_SEL, n_parts))
+    if ONE_BRANCH:
+        first, end = n_compressed, n_parts
+    every = first + tl.arange(0, PARTS)
+    lse = tl.load(part_lse + (bg * n_parts + every) * R + head, mask=every < end, other=float("-inf"))
+    top = tl.max(lse, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lse - top), 0)
+    total = tl.where(total == 0, 1.0, total)
+    sum1 = tl.zeros([V1], tl.float32)
+    if V2 > 0:
+        sum2 = tl.zeros([V2], tl.float32)
+    for p in tl.range(first, end, AT_ONCE):
+        piece = p + tl.arange(0, AT_ONCE)
+        row = (bg * n_parts + piece) * R + head
+        weight = tl.exp2(tl.load(part_lse + row, mask=piece < end, other=float("-inf")) - top) / total
+        sum1 += tl.sum(weight[:, None] * load_rows(part, row * V, weight > 0, V, 0, V1, False), 0)
+        if V2 > 0:
+            sum2 += tl.sum(weight[:, None] * load_rows(part, row * V, weight > 0, V, V1, V2, False), 0)
+    row = (branch.to(tl.int64) * n_rows + bg * R + head) * V + tl.zeros([1], tl.int64)
+    store_rows(out, row, row >= 0, sum1[None, :], V, 0, V1)
+    if V2 > 0:
+        store_rows(out, row, row >= 0, sum2[None, :], V, V1, V2)
+
 
 PROGRAMS = 128
 """Programs per row: GPUs have 108 to 148 SMs. Not more, because each leaves a part to be merged."""

@@ -19,7 +19,7 @@ from nsa.files import file_lock, hash_of_files, write_atomic
 
 _log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "device"
+SOURCES = Path(__file__).parent
 
 _tunes = False
 

@@ -4,12 +4,30 @@ dK and dV stay in registers for a piece of PIECE readers and are added over piec
 to slots, which `add_slots` adds, in order. No atomics: the same bits every time.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from nsa.kernels.triton.device.range_backward import probabilities, products, store_gradients
-from nsa.kernels.triton.device.selected_common import ends_of, keys_of, piece_of, readers_of, rows_to_mask, slots_of
-from nsa.kernels.triton.device.tile import (
+from nsa.kernels.interface import BranchInputs, Gradients
+from nsa.kernels.triton import block_index
+from nsa.kernels.triton.autotune import Launch, Work, run, tuned
+from nsa.kernels.triton.block_index import BlockIndex, build_block_index
+from nsa.kernels.triton.range_attention import probabilities, products, store_gradients
+from nsa.kernels.triton.selected import (
+    block_of,
+    columns,
+    ends_of,
+    keys_of,
+    piece_of,
+    readers_of,
+    rows_of,
+    rows_to_mask,
+    slots_of,
+    spans,
+    window_keys,
+)
+from nsa.kernels.triton.tile import (
     INTERPRETED,
     VARYING,
     add_partial_rows,
@@ -20,10 +38,13 @@ from nsa.kernels.triton.device.tile import (
     load_both,
     load_rows,
     rounded,
+    row_strides,
+    rows_contiguous,
     store_both,
     store_rows,
     zeros_both,
 )
+from nsa.kernels.triton.tuning import TileSizes, is_wide, widths
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -95,7 +116,7 @@ def selected_backward_kernel(
     CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     bg, window, first, end, needed = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
-    step, at, inside, k_at, v_at = keys_of(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
+    step, at, inside, k_at, v_at = window_keys(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
@@ -171,3 +192,72 @@ def add_pieces_kernel(
         add_partial_rows(dk_part, dk, flat, step, L, ok, before, first, end, K, K1, K2, BLOCK_N)
     else:
         add_partial_rows(dv_part, dv, flat, step, L, ok, before, first, end, V, V1, V2, BLOCK_N)
+
+
+def selected_backward(
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    l_sel = x.geometry.l_sel
+    B, S, G, R, K = x.q_BSGRK.shape
+    (T, V), N = (x.v_BTGV.shape[1], x.v_BTGV.shape[-1]), x.chosen_BSGN.shape[-1]
+    n_windows = triton.cdiv(T, l_sel)
+    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
+    dout, q = (y if y.stride(3) * R < 2**31 else y.contiguous() for y in (dout, q))  # heads are placed in 32 bits
+    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
+    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
+        dout, out, dlse, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
+    )
+    all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
+    wide = torch.float32 if len(all_spans) > 1 else k.dtype
+    new = torch.empty if all_spans else torch.zeros
+    dk, dv = (new(keys.shape, dtype=wide, device=keys.device) for keys in (k, v))
+    for some in all_spans:
+        queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
+        index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
+        work = _windows_backward(
+            dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
+        )  # fmt: skip
+        run(work)
+        slots, *sums = work.results
+        add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
+            idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
+            G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
+        )  # fmt: skip
+        add_pieces_kernel[(n_windows, B * G, 2)](
+            *sums, index.piece_first, dk, dv, T, n_windows, int(some.start > 0),
+            G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel), num_warps=adding_warps(K, V),
+        )  # fmt: skip
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _windows_backward(
+    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, lse_BSGR: Tensor, delta_BSGR: Tensor,
+    n_queries: int, index: BlockIndex, n_sel: int, l_sel: int, scale: float,
+) -> Work:  # fmt: skip
+    """dQ by slots, dK and dV by pieces of windows. Log-sum-exps and deltas are part of a row of `n_queries`."""
+    B, S, G, R, K = q_BSGRK.shape
+    (T, V), dout, q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV
+
+    def prepare(tiles: TileSizes) -> Work:
+        keys, cuts = keys_of(tiles, l_sel)
+        slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, K))
+        dk_part, dv_part = (
+            torch.empty((index.n_pieces, l_sel, width), dtype=torch.float32, device=q.device) for width in (K, V)
+        )
+        sizes = (scale, S, n_queries, T, triton.cdiv(T, l_sel), B * G, *row_strides(dout, q, k, v))
+        outputs = (slots, dk_part, dv_part)
+        arguments = (dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, *outputs, *sizes)
+        constants = dict(
+            G=G, R=R, **widths(K, V), N=n_sel, L=l_sel, PIECE=block_index.PIECE, BLOCK_M=tiles.m, BLOCK_N=keys,
+            WIDE=is_wide(q.dtype), **tiles.options,
+        )  # fmt: skip
+        return Work([Launch(selected_backward_kernel, (index.n_pieces, cuts), arguments, constants)], outputs)
+
+    return tuned("selected_backward", q, V, prepare, l_sel=l_sel, n_sel=n_sel)
+
+
+def adding_warps(d_k: int, d_v: int) -> int:
+    """Warps of a program that adds the pieces of a window: wide rows spill with four."""
+    return 8 if max(d_k, d_v) > 64 else 4

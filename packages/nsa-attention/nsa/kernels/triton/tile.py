@@ -1,4 +1,4 @@
-"""Shared device helpers: tiles of rows, columns of any width, dot products in the inputs' precision.
+"""Shared by kernels: tiles of rows, columns of any width, dot products in the inputs' precision.
 
 A row is one query head. The R heads of a group of S queries are S·R rows, query-major, so that any number of heads per
 group fills a tile. A width that is no power of two comes in two parts (`nsa.kernels.triton.tuning`).
@@ -10,6 +10,7 @@ the nearest: `narrowed` rounds first. Neither leaves a trace in what is compiled
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -223,3 +224,14 @@ def divisor(total):
 def log_sum(top, total):
     """Log-sum-exp of a whole row in base 2; −inf if it saw nothing."""
     return tl.where(total == 0, float("-inf"), top + tl.log2(tl.where(total == 0, 1.0, total)))
+
+
+def rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views of fused projections pass as they are; only rows with gaps are copied."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
+
+
+def row_strides(*tensors: Tensor) -> list[int]:
+    """Strides of every axis but the last; 0 where an axis has one element, whose stride may be any number that the
+    compiler would specialize on."""
+    return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]

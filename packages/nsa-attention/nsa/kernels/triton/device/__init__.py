@@ -1,1 +1,0 @@
-"""Device code: `@triton.jit` kernels and helpers, launched by the modules beside this package."""
