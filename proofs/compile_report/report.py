@@ -93,6 +93,7 @@ def jobs(
     broad: dict[str, Any] = widths(s.d_k, s.d_v)
     width = max(s.d_k, s.d_v)
     keys: dict[str, Any] = {name: broad[name] for name in ("K", "K1", "K2")}
+    of_keys: dict[str, Any] = widths(s.d_k, s.d_k)
 
     def tiles_for(kernel: str) -> TileSizes:
         return (tiles_by_kernel or {}).get(kernel) or choose(kernel, width, gpu, element_size=model.element_size)
@@ -102,7 +103,7 @@ def jobs(
         blocks = dict(BLOCK_M=constants.pop("BLOCK_M", tiles.m), BLOCK_N=n or tiles.n)
         return CompileJob(kernel, function, {**sizes, **constants, **blocks}, tiles.warps, tiles.stages, model.dtype)
 
-    yield job("range_forward", range_attention.range_forward_kernel, **broad)
+    yield job("range_forward", range_attention.range_forward_kernel, **broad, VALUES=True)
     yield job("range_dq", range_attention.range_dq_kernel, dlse=None, **broad)
     yield job("range_dkv", range_attention.range_dkv_kernel, **broad)
     chosen: dict[str, Any] = dict(N=g.n_sel, L=g.l_sel)
@@ -124,7 +125,7 @@ def jobs(
     ):  # fmt: skip
         warps = adding_warps(s.d_k, s.d_v) if kernel == "add_pieces" else 4
         yield CompileJob(kernel, function, constants, warps, 2, model.dtype)
-    yield job("select_lse", selection.range_lse_kernel, "range_forward", **keys)
+    yield job("select_lse", range_attention.range_forward_kernel, "range_forward", **of_keys, VALUES=False)
     tiles = tiles_for("select")
     per = select_sizes(g, tiles)
     constants = dict(G=s.n_kv_groups, WIDE=False, **keys, **per)

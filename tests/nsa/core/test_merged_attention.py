@@ -146,7 +146,7 @@ def test_cached_rows_of_different_lengths_reordered_cropped_and_grown():
 def test_the_fused_decoder_gives_what_the_four_functions_give(rows, changes, dtype, monkeypatch):
     torch.manual_seed(0)
     fused, plain = (NSAAttention(DIM, **{**SIZES, **changes}, kind="merged", init_std=0.3).to(dtype) for _ in range(2))
-    monkeypatch.setattr(plain.strategy, "decoder_maker", lambda run: None)
+    monkeypatch.setattr(plain.strategy, "decodes", None)
     plain.load_state_dict(fused.state_dict())
     capacity = 5 * fused.geometry.w + 12 * 8 * rows
     caches = [each.new_cache(rows, capacity) for each in (fused, plain)]

@@ -7,9 +7,8 @@ C compressed blocks · N chosen blocks
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +94,8 @@ class AttentionStrategy(ABC):
     """
 
     cache_type: ClassVar[type[LayerCache]] = LayerCache
+    decodes: ClassVar[Literal["branches", "merged"] | None] = None
+    """What a backend's fused step for one new token per row computes for a layer of this kind; None: there is none."""
 
     def __init__(
         self,
@@ -149,10 +150,6 @@ class AttentionStrategy(ABC):
     ) -> BranchesOutput:
         """Attend to keys that `visible` returned. run: the backends of `plan`."""
 
-    def decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
-        """Makes a backend's fused step for one new token per row; None if there is none."""
-        return None
-
     def selector_loss(
         self, run: KernelPlan, sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, output: BranchesOutput,
         keys: AttendedKeys,
@@ -203,6 +200,8 @@ class ThreeBranches(AttentionStrategy):
     """Attends to the compressed entries, to the blocks that they choose and to the sliding window, if the layer has
     one, and mixes the three by gates."""
 
+    decodes = "branches"
+
     def attend(
         self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys,
         blocks_BSGN: Tensor | None = None,
@@ -230,9 +229,6 @@ class ThreeBranches(AttentionStrategy):
         sliding_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
         mixed = run.mix(gates_BSGR3, compressed_out, selected_out, sliding_out)
         return BranchesOutput(mixed, blocks_BSGN, (lse_cmp, lse_sel, lse_win))
-
-    def decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
-        return run.decoder
 
 
 class SlidingWindow(AttentionStrategy):
@@ -306,6 +302,7 @@ class MergedSoftmax(AttentionStrategy):
     """
 
     cache_type = MergedCache
+    decodes = "merged"
 
     @classmethod
     def own_config(cls, config: AttentionConfig) -> AttentionConfig:
@@ -334,9 +331,6 @@ class MergedSoftmax(AttentionStrategy):
         selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, far, start, **options, return_lse=True)
         window_out, lse_win = run.functions.sliding(q_BSGRK, *window, **options, return_lse=True)
         return BranchesOutput(merge(selected_out, lse_sel, window_out, lse_win), blocks, (lse_sel, lse_win))
-
-    def decoder_maker(self, run: KernelPlan) -> Callable[..., TokenDecoder] | None:
-        return run.merged_decoder
 
     def selector_loss(
         self, run: KernelPlan, sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, output: BranchesOutput,

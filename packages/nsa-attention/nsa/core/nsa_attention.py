@@ -429,12 +429,13 @@ class NSAAttention(nn.Module):
             return None
         prepared_for, decoder = cache.prepared
         if prepared_for is not self:
-            make = self.strategy.decoder_maker(self.plan(cache.device, cache.dtype))
-            decoder = None
-            if make is not None:
+            make, decoder = self.plan(cache.device, cache.dtype).decoder, None
+            if make is not None and self.strategy.decodes is not None:
                 means = self.phi_k.operator.is_mean and self.rope_compressed == "before"
-                heads = self.strategy.shape.heads_per_group
-                decoder = cache.decoder(make, means=means, heads_per_group=heads, **self.strategy.options)
+                sizes = dict(means=means, heads_per_group=self.strategy.shape.heads_per_group)
+                decoder = cache.decoder(
+                    make, **sizes, merged=self.strategy.decodes == "merged", **self.strategy.options
+                )
             cache.prepared = self, decoder
         return decoder
 

@@ -160,7 +160,7 @@ class TokenDecoder(Protocol):
 
     Made once per cache, because at batch 1 describing the cache takes as long as attending over it: from a cache, the
     number of heads per group, whether compressed entries are plain means of the tail (`means`: then the decoder may
-    emit them itself), the geometry and the scale.
+    emit them itself), the geometry, the scale, and whether it is for layers of kind `merged`.
     """
 
     @property

@@ -55,9 +55,8 @@ class KernelBackend:
     compressed_and_select: Callable[..., tuple[Tensor, ...]] | None = None
     """Both in one pass: they need the same probabilities."""
     decoder: Callable[..., TokenDecoder] | None = None
-    """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients."""
-    merged_decoder: Callable[..., TokenDecoder] | None = None
-    """Builds one for layers of kind `merged`: selected blocks before the window, and one softmax over both."""
+    """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients; with
+    `merged` for layers of that kind: selected blocks before the window, and one softmax over both."""
     mix: Mixing = reference.mix
 
 
@@ -99,8 +98,6 @@ class KernelPlan(NamedTuple):
     pass if one backend computes both and can."""
     decoder: Callable[..., TokenDecoder] | None
     """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
-    merged_decoder: Callable[..., TokenDecoder] | None
-    """Decoder of layers of kind `merged`; None as above."""
     mix: Mixing
     """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
 
@@ -119,7 +116,6 @@ BACKENDS: dict[str, KernelBackend] = {
             cpu.why_not,
             compressed_and_select=ops.bind_fused("cpu"),
             decoder=cpu.CpuDecoder,
-            merged_decoder=lambda *args, **kwargs: cpu.CpuDecoder(*args, **kwargs, merged=True),
             mix=ops.bind_mix("cpu"),
         ),
         KernelBackend(
@@ -130,7 +126,6 @@ BACKENDS: dict[str, KernelBackend] = {
             verify=verification,
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
-            merged_decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs, merged=True),
             mix=ops.bind_mix("triton"),
         ),
         KernelBackend("portable", ops.bind("portable", portable), _any_floating_point),
@@ -166,9 +161,8 @@ def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, sha
         _compressed_then_select, functions
     )
     if compressed is select is selected is sliding:
-        decoders = compressed.decoder, compressed.merged_decoder
-        return KernelPlan(functions, choices, both, *decoders, compressed.mix)
-    return KernelPlan(functions, choices, both, None, None, reference.mix)
+        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix)
+    return KernelPlan(functions, choices, both, None, reference.mix)
 
 
 _plan_once = functools.cache(_plan)  # called by every layer at every step
@@ -213,18 +207,20 @@ def backend_request(given: RequestedKernels) -> BackendRequest:
 def _from_environment() -> BackendRequest:
     named = requested_backends(BRANCHES)
     for name, variable in named.values():
-        if name != "auto" and name not in BACKENDS:
-            known = ", ".join(["auto", *BACKENDS])
-            raise KernelUnavailable(f"environment {variable} is {name!r}, which is not a backend. Use one of: {known}.")
+        _check_name(f"environment {variable}", name)
     return BackendRequest(**{branch: requested.name for branch, requested in named.items()})
 
 
 def check_names(request: BackendRequest) -> None:
     """Raise for a name that no backend has; whether a backend can run is checked once device and dtype are known."""
     for branch, name in request._asdict().items():
-        if name != "auto" and name not in BACKENDS:
-            known = ", ".join(["auto", *BACKENDS])
-            raise KernelUnavailable(f"kernels.{branch} is {name!r}, which is not a backend. Use one of: {known}.")
+        _check_name(f"kernels.{branch}", name)
+
+
+def _check_name(origin: str, name: str) -> None:
+    if name != "auto" and name not in BACKENDS:
+        known = ", ".join(["auto", *BACKENDS])
+        raise KernelUnavailable(f"{origin} is {name!r}, which is not a backend. Use one of: {known}.")
 
 
 @constant_when_traced  # a check starts a process, and a graph has no place for the text of reasons

@@ -6,6 +6,7 @@ B batch · G kv groups · R heads per group · K key dim · V value dim · N cho
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -200,9 +201,7 @@ class MergedDecodeCase(DecodeCase):
         self.compressed = _Stream(self.compressed.k, self.compressed.v[..., :0])
 
     def _maker(self, backend: str) -> Callable[..., TokenDecoder]:
-        make = BACKENDS[backend].merged_decoder
-        assert make is not None
-        return make
+        return partial(super()._maker(backend), merged=True)
 
     def _gates(self, device: torch.device) -> None:
         return None

@@ -9,6 +9,8 @@ seen by many queries (compressed attention), the queries are cut into parts whos
 Shapes as in `nsa.kernels.reference`.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -49,7 +51,8 @@ from nsa.kernels.triton.tuning import TileSizes, is_wide, widths
 @triton.jit
 def attend_tile(n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
                 K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr,
-                V2: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                V2: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VALUES: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
     """The online softmax's step over the keys from n on. Not MASKED: all of them exist, and every row sees them."""
     at = n + tl.arange(0, BLOCK_N)
     inside = at < end if MASKED else None
@@ -60,7 +63,8 @@ def attend_tile(n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, a
         visible = (at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None])
         s = tl.where(visible, s, float("-inf"))
     e, top, total, decay = soften(s, top, total)
-    acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
+    if VALUES:
+        acc1, acc2 = weigh(acc1, acc2, decay, e, v, v_at, inside, V, V1, V2, WIDE)
     return top, total, acc1, acc2
 
 
@@ -70,8 +74,9 @@ def range_forward_kernel(
     q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
+    """Not VALUES: log-sum-exps alone, without v and out."""
     b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
     q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
     q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
@@ -85,16 +90,17 @@ def range_forward_kernel(
     for n in tl.range(begin, end - length, BLOCK_N):
         top, total, acc1, acc2 = attend_tile(
             edge_tile(n, first, length), q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
-            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, True,
+            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, VALUES, True,
         )  # fmt: skip
     for n in tl.range(first, first + length, BLOCK_N):
         top, total, acc1, acc2 = attend_tile(
             n, q1, q2, k, v, k_t, v_t, lo_M, hi_M, end, scale, top, total, acc1, acc2,
-            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, False,
+            K, K1, K2, V, V1, V2, BLOCK_N, WIDE, VALUES, False,
         )  # fmt: skip
 
     flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    store_both(out, flat * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
+    if VALUES:
+        store_both(out, flat * V, ok, acc1 / divisor(total), acc2 / divisor(total), V, V1, V2)
     tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)
 
 
@@ -333,22 +339,29 @@ def add_parts_kernel(
 
 def range_forward(x: BranchInputs, bounds: KeyBounds | None = None) -> tuple[Tensor, Tensor]:
     """`bounds`: the branch's, if the caller has them."""
-    B, S, G, R, K = x.q_BSGRK.shape
-    V = x.v_BTGV.shape[-1]
     q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
-    out = q.new_empty((B, S, G, R, V))
-    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi, *_ = bounds or key_bounds(x)
-
-    def prepare(tiles: TileSizes) -> Work:
-        arguments = (q, k, v, lo, hi, out, lse, x.scale, S, k.shape[1], *row_strides(q, k, v))
-        constants = dict(G=G, R=R, **widths(K, V), BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype))
-        grid = (triton.cdiv(S * R, tiles.m), B * G)
-        return Work([Launch(range_forward_kernel, grid, arguments, {**constants, **tiles.options})])
-
-    for kernel, grid, arguments, constants in tuned("range_forward", q, V, prepare).launches:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    for kernel, grid, arguments, constants in forward_launches(q, k, v, bounds or key_bounds(x), x.scale, lse, out):
         kernel[grid](*arguments, **constants)
     return out, lse
+
+
+def forward_launches(
+    q: Tensor, k: Tensor, v: Tensor, bounds: KeyBounds, scale: float, lse: Tensor, out: Tensor | None
+) -> Sequence[Launch]:
+    """What writes log-sum-exps and, unless it is None, the output."""
+    (B, S, G, R, K), V = q.shape, v.shape[-1]
+
+    def prepare(tiles: TileSizes) -> Work:
+        result = lse if out is None else out
+        arguments = (q, k, v, bounds.lo_BS, bounds.hi_BS, result, lse, scale, S, k.shape[1], *row_strides(q, k, v))
+        constants = dict(G=G, R=R, **widths(K, V), BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype))
+        grid = (triton.cdiv(S * R, tiles.m), B * G)
+        options = {**constants, **tiles.options, "VALUES": out is not None}
+        return Work([Launch(range_forward_kernel, grid, arguments, options)])
+
+    return tuned("range_forward", q, 0 if out is None else V, prepare).launches
 
 
 def range_backward(

@@ -24,24 +24,15 @@ from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Launch, Work, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
-from nsa.kernels.triton.range_attention import range_forward
+from nsa.kernels.triton.range_attention import forward_launches, range_forward
 from nsa.kernels.triton.tile import (
-    LN2,
     LOG2E,
     VARYING,
     dot,
-    dot_rows,
-    edge_tile,
     group_at,
-    heads_at,
-    heads_with_range,
-    load_both,
     load_rows,
-    log_sum,
     row_strides,
     rows_contiguous,
-    soften,
-    tiles_of_range,
 )
 from nsa.kernels.triton.tuning import TileSizes, is_wide, split_width
 
@@ -73,46 +64,6 @@ def ascending(best, wanted):
     block = tl.where((best >= 0) & wanted, 2147483647 - (best & 2147483647), 2147483647)
     block = tl.sort(block.to(tl.int32))
     return tl.where(block == 2147483647, -1, block)
-
-
-@triton.jit
-def lse_tile(n, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total,
-             K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
-    """The step of `range_forward.attend_tile` without values."""
-    at = n + tl.arange(0, BLOCK_N)
-    s, _, _ = dot_rows(q1, q2, k, at.to(tl.int64) * k_t, at < end if MASKED else None, K, K1, K2, WIDE)
-    s = s * (scale * LOG2E)
-    if MASKED:
-        s = tl.where((at[None, :] >= lo_M[:, None]) & (at[None, :] < hi_M[:, None]), s, float("-inf"))
-    _, top, total, _ = soften(s, top, total)
-    return top, total
-
-
-@triton.jit(do_not_specialize=VARYING)
-def range_lse_kernel(
-    q, k, lo, hi, lse, scale, S, T, q_b, q_s, q_g, q_r, k_b, k_t, k_g,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    b, g, query, head, ok, lo_M, hi_M = heads_with_range(lo, hi, S, T, G, R, BLOCK_M)
-    q_at = group_at(b, g, q_b, q_g) + heads_at(query, head, q_s, q_r)
-    q1, q2 = load_both(q, q_at, ok, K, K1, K2, WIDE)
-    k += group_at(b, g, k_b, k_g)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    begin, end, first, length = tiles_of_range(lo_M, hi_M, ok, BLOCK_N)
-    for n in tl.range(begin, end - length, BLOCK_N):
-        at = edge_tile(n, first, length)
-        top, total = lse_tile(
-            at, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total, K, K1, K2, BLOCK_N, WIDE, True
-        )  # fmt: skip
-    for n in tl.range(first, first + length, BLOCK_N):
-        top, total = lse_tile(
-            n, q1, q2, k, k_t, lo_M, hi_M, end, scale, top, total, K, K1, K2, BLOCK_N, WIDE, False
-        )  # fmt: skip
-    flat = ((b.to(tl.int64) * S + query) * G + g) * R + head
-    tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)
 
 
 @triton.jit
@@ -195,21 +146,12 @@ def select_kernel(
 def select_blocks(
     q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
 ) -> Tensor:
-    B, S, G, R, K = q_BSGRK.shape
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
-    lse = q.new_empty((B, S, G, R), dtype=torch.float32)
-    lo, hi, *_ = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
-
-    def prepare(tiles: TileSizes) -> Work:
-        arguments = (q, k, lo, hi, lse, scale, S, k.shape[1], *row_strides(q, k))
-        constants = dict(G=G, R=R, **_keys(K), BLOCK_M=tiles.m, BLOCK_N=tiles.n, WIDE=is_wide(q.dtype))
-        grid = (triton.cdiv(S * R, tiles.m), B * G)
-        return Work([Launch(range_lse_kernel, grid, arguments, {**constants, **tiles.options})])
-
-    # The forward's loop, without values.
-    for kernel, grid, arguments, constants in tuned("range_forward", q, 0, prepare).launches:
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    bounds = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
+    for kernel, grid, arguments, constants in forward_launches(q, k, k, bounds, scale, lse, None):
         kernel[grid](*arguments, **constants)
-    return _choose(q, k, pos_BS, first_BS, hi, lse, geometry, scale)
+    return _choose(q, k, pos_BS, first_BS, bounds.hi_BS, lse, geometry, scale)
 
 
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
