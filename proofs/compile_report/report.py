@@ -21,13 +21,13 @@ from nsa.kernels.triton import (
     selected_backward,
     selection,
 )
-from nsa.kernels.triton.machine_code import MachineCode, compile_target, read
 from nsa.kernels.triton.range_attention import ROWS_ADDED
 from nsa.kernels.triton.selected import block_of, columns, keys_of, rows_of
 from nsa.kernels.triton.selected_backward import adding_warps
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tile import VARYING
 from nsa.kernels.triton.tuning import TileSizes, choose, split_width, widths
+from proofs.compile_report.machine_code import MachineCode, compile_target, read
 
 
 @dataclass(frozen=True)

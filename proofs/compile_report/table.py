@@ -6,7 +6,7 @@ from pathlib import Path
 import triton
 
 from nsa.gpus import ARCHITECTURES as GPUS
-from nsa.kernels.triton.machine_code import MachineCode
+from proofs.compile_report.machine_code import MachineCode
 from proofs.compile_report.report import CompileReport
 
 TABLE = Path(__file__).parents[2] / "docs" / "kernels" / "COMPILE_REPORT.md"

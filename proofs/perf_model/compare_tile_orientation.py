@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.compiler import ASTSource
 
 from nsa.gpus import ARCHITECTURES as GPUS
-from nsa.kernels.triton.machine_code import compile_target, read
+from proofs.compile_report.machine_code import compile_target, read
 
 
 @triton.jit

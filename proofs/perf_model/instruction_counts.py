@@ -39,8 +39,8 @@ def count_instructions(kernel: str, shape: BenchShape, code: str) -> Instruction
     if not code.startswith("sm_"):
         return None
     from nsa.gpus import ARCHITECTURES as GPUS
-    from nsa.kernels.triton.machine_code import disassembled
     from proofs.compile_report import report as compile_report
+    from proofs.compile_report.machine_code import disassembled
 
     job = next(job for job in compile_report.jobs(compile_report.CompiledShape(shape), code) if job.kernel == kernel)
     text = disassembled(compile_report.compile_for(job, GPUS[code]).asm)

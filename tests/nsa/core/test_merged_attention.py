@@ -168,8 +168,8 @@ def test_the_fused_decoder_gives_what_the_four_functions_give(rows, changes, dty
 
 
 class _BlockProbe(Probe):
-    def record(self, gates, idx_BSGN, *more, **options):
-        super().record(gates, idx_BSGN, *more, **options)
+    def record(self, gates, gate_kind, idx_BSGN, *more):
+        super().record(gates, gate_kind, idx_BSGN, *more)
         self.blocks = idx_BSGN.clone()
 
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nsa.core.branches import BRANCH_ORDER, BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe, _gate_figures, probing
 from nsa.geometry import Geometry
@@ -61,7 +62,8 @@ def test_selection_figures_count_keys_and_unions():
     idx[0, 8:, 0, 1] = 1
     idx[0, 31, 0] = torch.tensor([0, 1, 2, 3])
     probe = Probe()
-    probe.record(torch.full((1, 32, 1, 1, 3), 1 / 3), idx, pos, torch.ones(1, 32, 1), geometry)
+    keys = [BranchKeys(torch.zeros(1, 32, 1, 8), torch.zeros(1, 32, 1, 8), pos, torch.zeros_like(pos))] * 3
+    probe.record(torch.full((1, 32, 1, 1, 3), 1 / 3), "softmax", idx, keys, geometry, BRANCH_ORDER, None)
     f = probe.figures
     expected = [min(t + 1, 8) + (min(t - 7, 8) if t >= 8 else 0) for t in range(31)] + [32]
     assert f["sel_k_mean"].item() == pytest.approx(sum(expected) / 32)

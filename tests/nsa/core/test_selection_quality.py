@@ -36,7 +36,7 @@ def probe_of(chosen: list[int], favourite: int, length: int = 40) -> SelectionPr
     idx = torch.tensor(chosen, dtype=torch.int32).expand(1, length, 1, -1)
     pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.int64)
     probe = SelectionProbe(every=length)
-    probe.record_selection(q, idx, BranchKeys(k, k, pos, zero), GEOMETRY, 1.0)
+    probe.record_selection(q, idx, [BranchKeys(k, k, pos, zero)] * 3, GEOMETRY, 1.0, window=0)
     return probe
 
 
@@ -87,7 +87,7 @@ def test_choices_of_the_kept_queries_are_those_of_the_layer():
     pos, zero = torch.arange(40).expand(2, 40), torch.zeros(2, 40, dtype=torch.int64)
     for keep in ([7, 39, 8], []):
         probe = SelectionProbe(every=40, keep=keep)
-        probe.record_selection(q, idx, BranchKeys(k, k, pos, zero), GEOMETRY, 1.0)
+        probe.record_selection(q, idx, [BranchKeys(k, k, pos, zero)] * 3, GEOMETRY, 1.0, window=0)
         assert torch.equal(probe.chosen_BQGN, idx[:, keep])
 
 

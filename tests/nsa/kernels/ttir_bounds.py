@@ -13,7 +13,7 @@ from triton._C.libtriton import ir
 from triton.compiler import ASTSource, make_backend
 
 from nsa.gpus import ARCHITECTURES
-from nsa.kernels.triton.machine_code import compile_target
+from proofs.compile_report.machine_code import compile_target
 from tests.nsa.kernels.launch_recorder import RecordedLaunch
 
 _POINTER_TYPES = {

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.errors import ConfigError
-from nsa.model.trainable_parameters import trainable_names
 from nsa_train import names
 from nsa_train.checkpoint.load import open_checkpoint
 from nsa_train.config import load
@@ -16,6 +15,7 @@ from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import hardware_here
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.heartbeat_record import read_beats
+from nsa_train.run_model import trainable_names
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.dry_run import dry_run
 from nsa_train.train.engine.build import build_train_module

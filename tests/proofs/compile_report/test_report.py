@@ -173,7 +173,7 @@ from pathlib import Path
 import importlib.util
 from nsa.kernels.triton import range_attention
 from proofs.compile_report.report import GPUS, MODELS, compile_for, jobs
-from nsa.kernels.triton.machine_code import read
+from proofs.compile_report.machine_code import read
 source = Path(range_attention.__file__).read_text()
 load = "s, _, _ = dot_rows(q1, q2, k, k_at, inside, K, K1, K2, WIDE)"
 assert source.count(load) == 1

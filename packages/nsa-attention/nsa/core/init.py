@@ -1,6 +1,10 @@
 """Weight initialisation of one layer and of whole models."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from nsa.core.attention_config import INIT_STD
 from nsa.core.branches import GateProjection
@@ -35,3 +39,19 @@ def init_module(name: str, module: nn.Module, n_layers: int | None = None, std: 
         nn.init.ones_(module.weight)
     elif isinstance(module, BlockCompressor):
         module.reset_parameters(std)
+
+
+class InitSkipped(TorchFunctionMode):
+    """Context in which the functions of `torch.nn.init` return their tensor as it is, for modules on the meta device.
+
+    There torch computes some of these functions in Python, which imports its compiler: almost as much CPU time as the
+    import of torch.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

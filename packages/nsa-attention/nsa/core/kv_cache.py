@@ -42,6 +42,8 @@ class LayerCache:
     pages: pages of the pool that all rows share; `append` refuses when it has run out of them. None: enough for all.
     """
 
+    _pages_tokens = _pages_entries = _entries_have_values = True
+    """What layers of a kind keep: all raw tokens, compressed entries, and values of these."""
     _newest_keys: AttendedKeys | None = None
 
     def __init__(
@@ -81,10 +83,11 @@ class LayerCache:
         def ring(n: int) -> KeySlots:
             return KeySlots(*(CacheSlots(x) for x in both(batch, n_groups, n + 1)))
 
-        selected_states, compressed_states = self._states_per_page()
-        self.selected = paged(selected_states)
+        self.selected = paged(geometry.l_sel if self._pages_tokens else 0)
         self.window = self.selected if shared[0] else ring(geometry.w)
-        self.compressed = paged(compressed_states, self._compressed_widths())
+        self.compressed = paged(
+            geometry.l_sel // geometry.d * self._pages_entries, (d_k, d_v * self._entries_have_values)
+        )
         self.tail = self.selected if shared[1] else ring(geometry.l)
         # Longer rings of the same tokens, from which `crop` fills the short ones again.
         self._past_window = None if shared[0] or not rewind else ring(geometry.w + rewind)
@@ -103,14 +106,6 @@ class LayerCache:
         self._longest = 0  # never below the true maximum
         self._headroom = self.page_table.headroom([0] * batch)  # tokens that need no new page, never above the truth
         self._enroll()
-
-    def _states_per_page(self) -> tuple[int, int]:
-        """Slots of a page for the selected branch, and for the compressed branch."""
-        return self.geometry.l_sel, self.geometry.l_sel // self.geometry.d
-
-    def _compressed_widths(self) -> tuple[int, int]:
-        """Widths of a compressed key and value."""
-        return self.d_k, self.d_v
 
     def n_bytes(self) -> int:
         return sum(slots.data.nbytes for slots in self._all_slots())

@@ -28,7 +28,7 @@ from nsa.core.branches import (
 from nsa.core.coarse_attention import attend_coarse
 from nsa.core.kv_cache import Compress, LayerCache
 from nsa.core.positions import QuerySample
-from nsa.core.probe import Probe, count_reads
+from nsa.core.probe import Probe
 from nsa.geometry import CoarseLevel, Geometry
 from nsa.kernels.interface import KernelShape, TokenDecoder, constant_when_traced
 from nsa.kernels.reference import ScoreOptions
@@ -44,8 +44,7 @@ _ALL_TOKENS = 2**30  # a window that holds every key, whatever their number, whi
 class DenseCache(LayerCache):
     """Keys and values of all tokens, in pages of l_sel tokens."""
 
-    def _states_per_page(self) -> tuple[int, int]:
-        return self.geometry.l_sel, 0
+    _pages_entries = False
 
     def _append_new(
         self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
@@ -61,8 +60,7 @@ class DenseCache(LayerCache):
 class WindowCache(LayerCache):
     """Keys and values of the last w tokens of each row; its pages hold nothing."""
 
-    def _states_per_page(self) -> tuple[int, int]:
-        return 0, 0
+    _pages_tokens = _pages_entries = False
 
     def _append_new(
         self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
@@ -80,8 +78,7 @@ class WindowCache(LayerCache):
 class MergedCache(LayerCache):
     """Keys and values of all tokens, and compressed keys, which have no values: they only choose blocks."""
 
-    def _compressed_widths(self) -> tuple[int, int]:
-        return self.d_k, 0
+    _entries_have_values = False
 
 
 class AttentionStrategy(ABC):
@@ -164,10 +161,7 @@ class AttentionStrategy(ABC):
     ) -> None:
         """Give a probe what was read."""
         assert blocks is not None
-        options = self.shape.geometry, self.branches, self.coarse
-        reads_BSG = count_reads(blocks, *keys, *options)
-        pos_BS, own_BS = keys[1].pos_BS, keys[2].pos_BS
-        probe.record(gates, blocks, pos_BS, reads_BSG, *options, window_pos_BS=own_BS, gate_kind=gate_kind)
+        probe.record(gates, gate_kind, blocks, keys, self.shape.geometry, self.branches, self.coarse)
 
     def flops(self, seq_len: int) -> dict[str, float]:
         """Forward FLOPs per token of ATTENTION_PARTS, averaged over a sequence; multiply-adds count two."""

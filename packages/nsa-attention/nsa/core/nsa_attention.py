@@ -304,8 +304,8 @@ class NSAAttention(nn.Module):
         """Give the probe what this pass read. keys_at_hand: a decoder reads keys in their pages."""
         self.strategy.record(probe, gates, "" if self.gates is None else self.gates.kind, blocks, keys)
         if blocks is not None and keys_at_hand:
-            own_BS = keys[2].pos_BS if "sliding" in self.branches else None
-            probe.record_selection(q_BSGRK, blocks, keys[1], self.geometry, self.scale, own_BS, keys[0])
+            window = self.geometry.w if "sliding" in self.branches else 0
+            probe.record_selection(q_BSGRK, blocks, keys, self.geometry, self.scale, window)
         if selector_loss is not None:
             probe.figures["selector_loss"] = selector_loss.detach()
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from nsa.core.branches import BRANCH_ORDER, BranchKeys
+from nsa.core.branches import BRANCH_ORDER, AttendedKeys, BranchKeys
 from nsa.geometry import CoarseLevel, Geometry
 
 UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
@@ -26,20 +26,13 @@ class Probe:
 
     @torch.no_grad()
     def record(
-        self,
-        gates: Tensor | None,
-        idx_BSGN: Tensor,
-        pos_BS: Tensor,
-        reads_BSG: Tensor,
-        geometry: Geometry,
-        branches: Sequence[str] = BRANCH_ORDER,
-        coarse: CoarseLevel | None = None,
-        window_pos_BS: Tensor | None = None,
-        gate_kind: str = "softmax",
-    ) -> None:
-        """`pos_BS`: positions up to which queries choose blocks; `window_pos_BS`: their own, if these are others."""
-        own_BS = pos_BS if window_pos_BS is None else window_pos_BS
-        in_window_BS = (own_BS + 1).clamp(max=geometry.w) if "sliding" in branches else 0
+        self, gates: Tensor | None, gate_kind: str, idx_BSGN: Tensor, keys: AttendedKeys, geometry: Geometry,
+        branches: Sequence[str], coarse: CoarseLevel | None,
+    ) -> None:  # fmt: skip
+        """Record a layer that selects blocks; `keys` have the positions up to which each branch sees them."""
+        pos_BS = keys[1].pos_BS
+        reads_BSG = _count_reads(idx_BSGN, keys, geometry, branches, coarse)
+        in_window_BS = (keys[2].pos_BS + 1).clamp(max=geometry.w) if "sliding" in branches else 0
         self.figures = {
             **({} if gates is None else _gate_figures(gates, gate_kind)),
             **_selection_figures(idx_BSGN, pos_BS, geometry),
@@ -48,20 +41,10 @@ class Probe:
         }
 
     def record_selection(
-        self,
-        q_BSGRK: Tensor,
-        idx_BSGN: Tensor,
-        keys: BranchKeys,
-        geometry: Geometry,
-        scale: float,
-        window_pos_BS: Tensor | None = None,
-        compressed: BranchKeys | None = None,
+        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: AttendedKeys, geometry: Geometry, scale: float, window: int
     ) -> None:
-        """Called with the queries, the chosen blocks and the selected branch's keys; see `SelectionProbe`.
-
-        `window_pos_BS`: the queries' own positions, where their window ends; None if the layer has no window.
-        `compressed`: the compressed branch's keys.
-        """
+        """Called with the queries, the chosen blocks and the branches' keys; see `SelectionProbe`. `window`: tokens of
+        the layer's window, 0 if it has none."""
 
     @torch.no_grad()
     def record_tokens(self, keys: BranchKeys, w: int) -> None:
@@ -99,16 +82,11 @@ def probing(model: nn.Module, make: Callable[[], Any] = Probe) -> Iterator[dict[
             layer.probe = None
 
 
-def count_reads(
-    idx_BSGN: Tensor,
-    compressed: BranchKeys,
-    selected: BranchKeys,
-    window: BranchKeys,
-    g: Geometry,
-    branches: Sequence[str] = BRANCH_ORDER,
-    coarse: CoarseLevel | None = None,
+def _count_reads(
+    idx_BSGN: Tensor, keys: AttendedKeys, g: Geometry, branches: Sequence[str], coarse: CoarseLevel | None
 ) -> Tensor:
     """Keys each query and group reads, counted from the kernels' arguments rather than from the formula: [B, S, G]."""
+    compressed, selected, window = keys
     shared_BS = _compressed_reads(compressed.pos_BS, compressed.start_BS, compressed.k.shape[1], g.l, g.d)
     if coarse is not None:
         shared_BS = _most_read(shared_BS, coarse.geometry)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from nsa.core.branches import BranchKeys
+from nsa.core.branches import AttendedKeys
 from nsa.core.probe import Probe
 from nsa.geometry import FORCED_BLOCKS, Geometry
 from nsa.kernels.precision import einsum
@@ -61,26 +61,18 @@ class SelectionProbe(Probe):
 
     @torch.no_grad()
     def record_selection(
-        self,
-        q_BSGRK: Tensor,
-        idx_BSGN: Tensor,
-        keys: BranchKeys,
-        geometry: Geometry,
-        scale: float,
-        window_pos_BS: Tensor | None = None,
-        compressed: BranchKeys | None = None,
+        self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: AttendedKeys, geometry: Geometry, scale: float, window: int
     ) -> None:
         self.chosen_BQGN = idx_BSGN[:, list(self.keep)]
         at_Q = torch.arange(self.every - 1, q_BSGRK.shape[1], self.every, device=q_BSGRK.device)
-        own_BS = keys.pos_BS if window_pos_BS is None else window_pos_BS
-        window = 0 if window_pos_BS is None else geometry.w
-        per_query = q_BSGRK, idx_BSGN, keys.pos_BS, keys.start_BS, own_BS
+        selected, own_BS = keys[1], keys[2 if window else 1].pos_BS
+        per_query = q_BSGRK, idx_BSGN, selected.pos_BS, selected.start_BS, own_BS
         for row in range(len(q_BSGRK)):
             q, idx, pos, start, own = (x[row].index_select(0, at_Q) for x in per_query)
             can_miss_Q = _free_blocks(pos, geometry) > geometry.n_sel - FORCED_BLOCKS
             if can_miss_Q.any():
                 q, idx, pos, start, own = (x[can_miss_Q] for x in (q, idx, pos, start, own))
-                counted = _CountedQueries(q, idx, pos, start, keys.k[row], geometry, scale)
+                counted = _CountedQueries(q, idx, pos, start, selected.k[row], geometry, scale)
                 self.counts.add(counted.compare(own, window))
 
 

@@ -8,15 +8,14 @@ from math import prod
 import torch
 
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
+from nsa.core.init import InitSkipped
 from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.errors import ConfigError
-from nsa.model.init_skipped import InitSkipped
 from nsa.model.llama_block_nsa import LlamaBlockNSA
-from nsa.model.trainable_parameters import ALL_PARAMETERS, trainable_names
 from nsa.model.transformer import NSATransformer
 from nsa.options import AttentionKind, Checkpointing
 from nsa_train.config.schema import RunConfig, settings
-from nsa_train.run_model import build_model
+from nsa_train.run_model import ALL_PARAMETERS, build_model, trainable_names
 
 _POSSIBLE_SIZE = 2**24
 _FP32 = 4

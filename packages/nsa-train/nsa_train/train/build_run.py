@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from nsa.errors import DataError
-from nsa.model.trainable_parameters import ALL_PARAMETERS
 from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import PrefetchSettings
@@ -18,6 +17,7 @@ from nsa_train.data.saved_tokenizer import tokenizer_record
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.planning.model_figures import model_figures
 from nsa_train.record.run_folder import RunFolder
+from nsa_train.run_model import ALL_PARAMETERS
 from nsa_train.train import datasets
 from nsa_train.train.bad_step_policy import BadStepPolicy
 from nsa_train.train.callbacks.evaluation import EvaluationCallback

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.errors import NSAError
 from nsa.files import scratch_folder
-from nsa.model.trainable_parameters import freeze_others
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.load import open_checkpoint, read_model
 from nsa_train.checkpoint.run_state import RunRecord
@@ -25,6 +24,7 @@ from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.names import CHECKPOINTS, step_name
 from nsa_train.planning.hardware import GIB, HardwareTarget
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt
+from nsa_train.run_model import freeze_others
 from nsa_train.train import datasets
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule

@@ -6,13 +6,14 @@ same selection, and the scores of exchanged blocks must be equal up to rounding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from nsa.bench.correctness import LIMITS
 from nsa.check.gpu_check.check_result import CheckResult, bounded
+from nsa.core.branches import AttendedKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import Probe
 from nsa.kernels.self_check.comparison import FP32_LIMIT, blocks_error, relative_rms
@@ -28,12 +29,11 @@ class ForwardRecorder(Probe):
     q_BSGRK: Tensor
     k_BCGK: Tensor
 
-    def record(self, gates: Tensor | None, idx_BSGN: Tensor, *_: object, **__: object) -> None:
+    def record(self, gates: Tensor | None, gate_kind: str, idx_BSGN: Tensor, *_: object) -> None:
         self.idx_BSGN = idx_BSGN
 
-    def record_selection(self, q_BSGRK: Tensor, *rest: Any) -> None:
-        *_, compressed = rest
-        self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), compressed.k.detach()
+    def record_selection(self, q_BSGRK: Tensor, idx_BSGN: Tensor, keys: AttendedKeys, *_: object) -> None:
+        self.q_BSGRK, self.k_BCGK = q_BSGRK.detach(), keys[0].k.detach()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from nsa.kernels.cpu.build import cache_folder
-from nsa.kernels.triton.machine_code import read
+from nsa.kernels.triton.machine_code import resources
 from nsa.kernels.triton.tile_store import TileStore, tunes
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose, limits_here
 
@@ -140,7 +140,7 @@ def _tuner(gpu_name: str) -> TileTuner:
 
 def _over_limits(compiled: Any) -> list[str]:
     gpu = limits_here()
-    return read(compiled, gpu).over_limits(gpu)
+    return resources(compiled, gpu).over_limits(gpu)
 
 
 def _milliseconds(call: Callable[[], Any]) -> float:

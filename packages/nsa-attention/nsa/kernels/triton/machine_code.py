@@ -1,4 +1,4 @@
-"""Machine code statistics of a compiled kernel: registers, spills, shared memory, matrix and copy instructions.
+"""Resources of a compiled kernel: registers, spills and shared memory.
 
 For kernels compiled ahead of time for an absent GPU, and for those compiled just in time. The compiler does not check
 shared memory, so it is compared with the GPU's limit here.
@@ -7,19 +7,17 @@ shared memory, so it is compared with the GPU's limit here.
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 from nsa.gpus import GpuArchitecture
 
 
 @dataclass(frozen=True)
-class MachineCode:
+class KernelResources:
     registers: int
     spilled_bytes: int
     """To memory, for each lane."""
@@ -28,13 +26,6 @@ class MachineCode:
     scalar_spills: int
     """Scalar registers kept in lanes of vector registers (AMD only): an instruction each way, no memory."""
     shared_bytes: int
-    matrix: dict[str, int]
-    """Matrix instructions by kind."""
-    async_copies: int
-    loops: int
-    """That multiply tiles."""
-    loops_not_pipelined: int
-    """Those of them that wait for a tile, or copy nothing asynchronously."""
 
     def over_limits(self, gpu: GpuArchitecture) -> list[str]:
         """Resources the kernel takes and should not."""
@@ -47,90 +38,27 @@ class MachineCode:
             reasons.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
         return reasons
 
-    def faults(self, gpu: GpuArchitecture) -> list[str]:
-        """Faults of a half-precision kernel: what is over the limits, and what the GPU could do and does not."""
-        reasons = self.over_limits(gpu)
-        if self.loops and not self.matrix:
-            reasons.append("no matrix instructions")
-        if self.loops_not_pipelined and gpu.copies_asynchronously:
-            reasons.append(
-                f"{self.loops_not_pipelined} of {self.loops} loops wait for their tiles: the pipeline is lost"
-            )
-        return reasons
+
+def resources(compiled: Any, gpu: GpuArchitecture) -> KernelResources:
+    if gpu.backend == "cuda":
+        usage = read_by("cuobjdump", compiled.asm, "--dump-resource-usage")
+        registers, spilled, vector, scalar = _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), 0, 0
+    else:
+        registers, spilled, vector, scalar = (
+            _number(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])
+            for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+        )
+    return KernelResources(registers, spilled, vector, scalar, compiled.metadata.shared)
 
 
-def compile_target(gpu: GpuArchitecture) -> GPUTarget:
-    """As `triton.compile` takes it, for a GPU that need not be here."""
-    return GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
-
-
-def read(compiled: Any, gpu: GpuArchitecture) -> MachineCode:
-    loops = list(_loops_that_multiply(compiled.asm["ttgir"]))
-    waiting = sum(bool(_LOADS.search(body)) or not _COPIES.search(body) for body in loops)
-    rest = dict(shared_bytes=compiled.metadata.shared, loops=len(loops), loops_not_pipelined=waiting)
-    return (_read_amd if gpu.backend == "hip" else _read_nvidia)(compiled.asm, rest)
-
-
-def disassembled(asm: Any) -> str:
-    """NVIDIA machine code as text."""
-    return _told_by("nvdisasm", asm)
-
-
-def _read_nvidia(asm: Any, rest: dict[str, int]) -> MachineCode:
-    usage, code = _told_by("cuobjdump", asm, "--dump-resource-usage"), disassembled(asm)
-    return MachineCode(
-        registers=_number(r"REG:(\d+)", usage),
-        spilled_bytes=_number(r"STACK:(\d+)", usage),
-        vector_spills=0,
-        scalar_spills=0,
-        matrix=_count(r"\b(HMMA|HGMMA|QGMMA|UTCHMMA|DMMA)\b", code),
-        async_copies=len(re.findall(r"\b(?:LDGSTS|UTMALDG|UBLKCP)\b", code)),
-        **rest,
-    )
-
-
-def _read_amd(asm: Any, rest: dict[str, int]) -> MachineCode:
-    code = asm["amdgcn"]
-    return MachineCode(
-        registers=_number(r"\.vgpr_count:\s+(\d+)", code),
-        spilled_bytes=_number(r"\.private_segment_fixed_size:\s+(\d+)", code),
-        vector_spills=_number(r"\.vgpr_spill_count:\s+(\d+)", code),
-        scalar_spills=_number(r"\.sgpr_spill_count:\s+(\d+)", code),
-        matrix=_count(r"\bv_(mfma_\w+?)_(?:bf16|f16|f32|xf32)\b", code),
-        async_copies=len(re.findall(r"\b(?:global|buffer)_load_lds_", code)),
-        **rest,
-    )
-
-
-def _told_by(tool: str, asm: Any, *options: str) -> str:
+def read_by(tool: str, asm: Any, *options: str) -> str:
+    """What a tool of NVIDIA's prints of a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
-        return _output(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool, *options, file.name)
-
-
-_LOOP = re.compile(r"\bscf\.(?:for|while)\b")
-_MULTIPLIES = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b")
-_LOADS = re.compile(r"\btt\.load\b.*tensor<\d+x\d+x")  # of a tile, into registers
-_COPIES = re.compile(r"\b(?:ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local)\b")
-
-
-def _loops_that_multiply(ttgir: str) -> Iterator[str]:
-    """The body of each loop with a product of tiles, without the loops inside it."""
-    open_loops: list[tuple[int, list[str]]] = []  # the depth of braces outside, and the lines that are its own
-    depth = 0
-    for line in ttgir.splitlines():
-        opens = _LOOP.search(line)
-        if opens:
-            open_loops.append((depth, []))
-        elif open_loops:
-            open_loops[-1][1].append(line)
-        depth += line.count("{") - line.count("}")
-        while open_loops and not opens and depth <= open_loops[-1][0]:
-            _, lines = open_loops.pop()
-            body = "\n".join(lines)
-            if _MULTIPLIES.search(body):
-                yield body
+        program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        command = [str(program), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _number(pattern: str, text: str) -> int:
@@ -138,12 +66,3 @@ def _number(pattern: str, text: str) -> int:
     if match is None:
         raise ValueError(f"the compiler's output has no {pattern!r}: another version writes it differently")
     return int(match[1])
-
-
-def _count(pattern: str, text: str) -> dict[str, int]:
-    matches = re.findall(pattern, text)
-    return {kind: matches.count(kind) for kind in sorted(set(matches))}
-
-
-def _output(*command: str | Path) -> str:
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True).stdout

@@ -16,14 +16,14 @@ from torch.distributed import DeviceMesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import fully_shard
 
+from nsa.core.init import InitSkipped
 from nsa.core.model_layers import locate_layers
 from nsa.core.probe import attention_layers
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
-from nsa.model.init_skipped import InitSkipped
 from nsa.model.loss import IGNORE
-from nsa.model.trainable_parameters import freeze_others
 from nsa_train.config.schema import RunConfig
+from nsa_train.run_model import freeze_others
 from nsa_train.train.engine.deferred_imports import without_expert_blocks
 from nsa_train.train.engine.mixer import SharedPositions, own_part, transformer_config
 from nsa_train.train.parallel.context_exchange import ContextGroup, context_group
