@@ -12,7 +12,7 @@ from typing import NamedTuple
 ALL_BRANCHES = "NSA_KERNEL"
 
 
-class RequestedBackend(NamedTuple):
+class _RequestedBackend(NamedTuple):
     name: str
     variable: str
     """Where it was requested."""
@@ -23,12 +23,12 @@ def variable_of(branch: str) -> str:
     return f"{ALL_BRANCHES}_{branch.upper()}"
 
 
-def requested_backends(branches: Iterable[str]) -> dict[str, RequestedBackend]:
+def requested_backends(branches: Iterable[str]) -> dict[str, _RequestedBackend]:
     """By branch, as the environment of this process requests them now; a variable that is empty counts as unset."""
     requests = {}
     for branch in branches:
         for variable in (variable_of(branch), ALL_BRANCHES):
             if name := os.environ.get(variable, "").strip():
-                requests[branch] = RequestedBackend(name, variable)
+                requests[branch] = _RequestedBackend(name, variable)
                 break
     return requests

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from nsa.core.pooling import OPERATORS, PoolingOperator, phis
 from nsa.errors import BrokenRule, require_rules
-from nsa.geometry import CoarseConfig, CoarseLevel, Geometry
+from nsa.geometry import CoarseConfig, Geometry
 from nsa.option_fields import (
     ARGUMENT_NAMES,
     OptionNames,
@@ -24,13 +24,13 @@ from nsa.option_fields import (
 from nsa.options import RopeLayer
 
 Gate = Literal["softmax", "sigmoid", "tanh"]
-GatePer = Literal["head", "group"]
+_GatePer = Literal["head", "group"]
 RopeCompressed = Literal["auto", "before", "after"]
-KVProjections = Literal["per_branch", "shared_keys", "shared"]
+_KVProjections = Literal["per_branch", "shared_keys", "shared"]
 SelectorBlocks = Literal["chosen", "all"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-RopeAngles = Literal["fp64", "fp32"]
-QKNormPer = Literal["head", "layer"]
+_RopeAngles = Literal["fp64", "fp32"]
+_QKNormPer = Literal["head", "layer"]
 
 _BRANCHES = 3
 _LARGEST_SUGGESTION = 1024
@@ -96,7 +96,7 @@ class GateConfig:
         "selected branch alone, with kv shared equal to dense attention for the first n_sel · l_sel tokens (2 · "
         "sigmoid for that branch, tanh for the others; no entropy is recorded).", name="gate",
     )  # fmt: skip
-    per: GatePer = option("head", "One gate per query head or per group of heads.", name="gate_per")
+    per: _GatePer = option("head", "One gate per query head or per group of heads.", name="gate_per")
     temperature: float = option(
         1.0, "Gate logits are divided by this; a value above 1 makes the branch weights more equal.",
         name="gate_temperature", above=0, because="gates are divided by it",
@@ -202,7 +202,7 @@ class RopeConfig:
     rotary_dim: int | None = option(
         None, "Channels of each query and key that RoPE rotates, the first ones; even; null means all d_k.", at_least=1
     )
-    angles: RopeAngles = option(
+    angles: _RopeAngles = option(
         "fp64",
         "Precision of RoPE's frequencies and angles. fp32: the cosines and sines that Transformers computes, for "
         "models trained with them; they are less exact far from the start.", name="rope_angles",
@@ -302,7 +302,7 @@ class QKNormConfig:
     eps: float = option(
         1e-6, "Epsilon inside the norm of queries and keys.", name="qk_norm_eps", key="norm_eps", above=0
     )
-    per: QKNormPer = option(
+    per: _QKNormPer = option(
         "head",
         "qk_norm over the channels of each head, with one weight for all heads, or over those of all heads of the "
         "layer together (as in OLMo 2); layer needs one set of keys (nsa.kv other than per_branch).",
@@ -351,7 +351,7 @@ class AttentionConfig:
     coarse: CoarseConfig = CoarseConfig()
     compression: CompressionConfig = CompressionConfig()
     gate: GateConfig = GateConfig()
-    kv: KVProjections = option(
+    kv: _KVProjections = option(
         "shared",
         "Keys and values: one projection per branch as in the paper, shared keys with a value per branch, or one of "
         "both shared by the three branches, as always in layers of kind merged.", section="nsa",
@@ -399,10 +399,6 @@ class AttentionConfig:
         yield from self.qk_norm.broken_rules(self.kv, names)
 
     @property
-    def coarse_level(self) -> CoarseLevel | None:
-        return self.coarse.level
-
-    @property
     def kv_streams(self) -> tuple[int, int]:
         """How many projections of the keys, and of the values, each kv group has for the three branches."""
         return (_BRANCHES if self.kv == "per_branch" else 1), (1 if self.kv == "shared" else _BRANCHES)
@@ -418,8 +414,8 @@ class AttentionConfig:
 
 OPTIONS = options_of(AttentionConfig)
 """Every option of a layer, in the order of the fields."""
-OPTION_NAMES = tuple(each.name for each in OPTIONS)
-SIZES = OPTION_NAMES[: OPTION_NAMES.index("d_v") + 1 + len(fields(Geometry))]
+_OPTION_NAMES = tuple(each.name for each in OPTIONS)
+SIZES = _OPTION_NAMES[: _OPTION_NAMES.index("d_v") + 1 + len(fields(Geometry))]
 """Options that may be given by position."""
 CHOICES = {each.name: each.choices for each in OPTIONS if each.choices}
 """The values of each enumerated option."""
@@ -457,8 +453,8 @@ def _checked(values: Mapping[str, Any]) -> AttentionConfig:
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
-    for name in sorted(options.keys() - {*OPTION_NAMES}):
-        like = get_close_matches(name, OPTION_NAMES, n=1)
+    for name in sorted(options.keys() - {*_OPTION_NAMES}):
+        like = get_close_matches(name, _OPTION_NAMES, n=1)
         hint = f" Did you mean {like[0]}?" if like else ""
         raise TypeError(f"{name!r} is no option of the attention.{hint}")
     return options

@@ -33,7 +33,7 @@ def attend_coarse(
     `run`: the backends for blocks of `coarse.geometry`.
     """
     k_BCGK, v_BCGV, pos_BS, first_BS = compressed
-    entry_BS = last_visible_entry(pos_BS, geometry)
+    entry_BS = _last_visible_entry(pos_BS, geometry)
     k_BMGK = coarse_keys(k_BCGK.detach(), first_BS, coarse)
     options = {"geometry": coarse.geometry, "scale": scale}
     chosen_BSGn = run.functions.select(q_BSGRK, k_BMGK, entry_BS, first_BS // coarse.entries, **options)
@@ -45,7 +45,7 @@ def attend_coarse(
     return out, blocks, lse
 
 
-def last_visible_entry(pos_BS: Tensor, geometry: Geometry) -> Tensor:
+def _last_visible_entry(pos_BS: Tensor, geometry: Geometry) -> Tensor:
     """Number, in its document, of the last compressed entry that a query sees; −1: none."""
     return ((pos_BS - geometry.l + 1) // geometry.d).clamp(min=-1)
 
@@ -135,7 +135,7 @@ def _select_chunk(
 def _mass(k_CGK: Tensor, chunk: _QueryChunk, geometry: Geometry, coarse: CoarseLevel, scale: float) -> Tensor:
     """Probability of every entry read, summed over the heads of a group: [c, G, n, m]; 0 where a query sees none."""
     entry_cGnm = chunk.chosen_cGn[..., None] * coarse.entries + torch.arange(coarse.entries, device=k_CGK.device)
-    last_c111 = last_visible_entry(chunk.pos_c, geometry)[:, None, None, None]
+    last_c111 = _last_visible_entry(chunk.pos_c, geometry)[:, None, None, None]
     hidden_cGnm = (entry_cGnm < 0) | (entry_cGnm > last_c111)
     wide = torch.promote_types(chunk.q_cGRK.dtype, torch.float32)
     k_cGnmK = keys_at(k_CGK, chunk.first_c[:, None, None, None] + entry_cGnm).to(wide)

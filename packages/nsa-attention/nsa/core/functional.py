@@ -25,7 +25,7 @@ from nsa.kernels.precision import require_one_dtype
 from nsa.kernels.reference import Attended
 from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request
 
-DEFAULT_GEOMETRY = Geometry()  # the paper's
+_DEFAULT_GEOMETRY = Geometry()  # the paper's
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 
 BranchTensors = Tensor | Mapping[str, Tensor] | Sequence[Tensor | None]
@@ -67,7 +67,7 @@ def nsa_attention(
     v: BranchTensors,
     gates_BSH3: Tensor,
     *,
-    geometry: Geometry = DEFAULT_GEOMETRY,
+    geometry: Geometry = _DEFAULT_GEOMETRY,
     compressed: tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     cu_seqlens: CuSeqlens = None,
@@ -164,7 +164,7 @@ def sliding_attention(
     return batch.attend("sliding", batch.raw_keys("sliding", k_BSGK, v_BSGV), return_lse)
 
 
-def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
+def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = _DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
     """Mean-pool keys or values into the compressed branch's entries: blocks of `l` tokens with stride `d`.
 
     Returns [B, C, G, X] with C = geometry.n_compressed(S); with `cu_seqlens` [1, C, G, X], the documents' blocks one
@@ -187,7 +187,7 @@ class _QueryBatch:
         self,
         q_BSHK: Tensor,
         k_BTGK: Tensor,
-        geometry: Geometry = DEFAULT_GEOMETRY,
+        geometry: Geometry = _DEFAULT_GEOMETRY,
         scale: float | None = None,
         cu_seqlens: CuSeqlens = None,
         kernels: RequestedKernels = "auto",
@@ -309,7 +309,9 @@ def _checked_scale(scale: float | None, d_k: int) -> float:
     return float(scale)
 
 
-def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:
+def _layout(
+    batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens
+) -> DocumentLayout:
     if cu_seqlens is None:
         return plain_layout(batch, length, geometry, device)
     return packed_layout(torch.as_tensor(cu_seqlens, device=device), batch * length, geometry, name="cu_seqlens")

@@ -25,7 +25,7 @@ from nsa.kernels.custom_operator import custom_operator
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-MakeDecoder = Callable[..., TokenDecoder]
+_MakeDecoder = Callable[..., TokenDecoder]
 _INTEGERS = (torch.int64, torch.int32)
 _COUNTERS = ("length_B", "n_compressed_B", "_highest_B")
 _CACHES: "WeakValueDictionary[int, LayerCache]" = WeakValueDictionary()
@@ -99,7 +99,7 @@ class LayerCache:
         self._pos_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._window_pos_B1 = torch.zeros_like(self._pos_B1)
         self._highest_B = torch.zeros_like(self.length_B)  # length before the last crop, if it was greater
-        self._decoders: dict[MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
+        self._decoders: dict[_MakeDecoder, tuple[dict[str, Any], TokenDecoder]] = {}
         self.prepared: tuple[object, TokenDecoder | None] = (None, None)
         """The module that decoded last with this cache, and its decoder: looking it up at every step takes time."""
         # Kept here so that appending needs no transfer from the device:
@@ -182,7 +182,7 @@ class LayerCache:
         n_pages = self.geometry.n_blocks(min(self._longest, self.max_len))
         return n_pages, pos_BS.clamp(max=min(self.max_len, n_pages * self.geometry.l_sel) - 1)
 
-    def decoder(self, make: MakeDecoder, **sizes: Any) -> TokenDecoder:
+    def decoder(self, make: _MakeDecoder, **sizes: Any) -> TokenDecoder:
         """The decoder that `make` prepares for this cache, made once for these sizes."""
         if make in self._decoders:
             made_for, decoder = self._decoders[make]

@@ -41,7 +41,7 @@ COMPILED_ON_CPU = "cpu"
 _ALL_TOKENS = 2**30  # a window that holds every key, whatever their number, which may be symbolic while traced
 
 
-class DenseCache(LayerCache):
+class _DenseCache(LayerCache):
     """Keys and values of all tokens, in pages of l_sel tokens."""
 
     _pages_entries = False
@@ -57,7 +57,7 @@ class DenseCache(LayerCache):
         return keys, keys, keys
 
 
-class WindowCache(LayerCache):
+class _WindowCache(LayerCache):
     """Keys and values of the last w tokens of each row; its pages hold nothing."""
 
     _pages_tokens = _pages_entries = False
@@ -75,7 +75,7 @@ class WindowCache(LayerCache):
         return keys, keys, keys
 
 
-class MergedCache(LayerCache):
+class _MergedCache(LayerCache):
     """Keys and values of all tokens, and compressed keys, which have no values: they only choose blocks."""
 
     _entries_have_values = False
@@ -228,7 +228,7 @@ class ThreeBranches(AttentionStrategy):
 class SlidingWindow(AttentionStrategy):
     """Attends to the query's own token and the w − 1 before it."""
 
-    cache_type = WindowCache
+    cache_type = _WindowCache
 
     def shared_streams(self, config: AttentionConfig) -> tuple[bool, bool]:
         return False, True  # a ring, and nothing to compress
@@ -252,7 +252,7 @@ class SlidingWindow(AttentionStrategy):
 class AllTokens(AttentionStrategy):
     """Attends to every token up to the query's own: dense causal attention."""
 
-    cache_type = DenseCache
+    cache_type = _DenseCache
 
     def shared_streams(self, config: AttentionConfig) -> tuple[bool, bool]:
         return True, True  # everything is in pages
@@ -295,7 +295,7 @@ class MergedSoftmax(AttentionStrategy):
     is trained by the selector loss alone, on the attention mass of the selected blocks before the window, or of all.
     """
 
-    cache_type = MergedCache
+    cache_type = _MergedCache
     decodes = "merged"
 
     @classmethod

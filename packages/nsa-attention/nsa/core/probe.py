@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nsa.core.branches import BRANCH_ORDER, AttendedKeys, BranchKeys
 from nsa.geometry import CoarseLevel, Geometry
 
-UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
-COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees
+_UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
+_COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees
 
 
 @dataclass
@@ -61,13 +61,13 @@ def attention_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module.attention_layer for name, module in modules if hasattr(module, "attention_layer")}
 
 
-AnyProbe = TypeVar("AnyProbe", bound=Probe)
+_AnyProbe = TypeVar("_AnyProbe", bound=Probe)
 
 
 @overload
 def probing(model: nn.Module) -> AbstractContextManager[dict[str, Probe]]: ...
 @overload
-def probing(model: nn.Module, make: Callable[[], AnyProbe]) -> AbstractContextManager[dict[str, AnyProbe]]: ...
+def probing(model: nn.Module, make: Callable[[], _AnyProbe]) -> AbstractContextManager[dict[str, _AnyProbe]]: ...
 @contextmanager
 def probing(model: nn.Module, make: Callable[[], Any] = Probe) -> Iterator[dict[str, Any]]:
     """Attach a probe to every attention layer of a model for the duration of the block: {module name: probe}."""
@@ -110,7 +110,7 @@ def _gate_figures(gates: Tensor, kind: str = "softmax") -> dict[str, Tensor]:
     return {
         "gate_entropy_mean": entropy.mean(),
         "gate_max_mean": share.amax(-1).mean(),
-        "gate_collapse_frac": (entropy.mean((0, 1)) < COLLAPSED_ENTROPY).to(share.dtype).mean(),
+        "gate_collapse_frac": (entropy.mean((0, 1)) < _COLLAPSED_ENTROPY).to(share.dtype).mean(),
         **shares,
     }
 
@@ -128,10 +128,10 @@ def _selection_figures(idx_BSGN: Tensor, pos_BS: Tensor, geometry: Geometry) -> 
 
 
 def _union_sizes(idx_BSGN: Tensor) -> Tensor:
-    """Distinct blocks that UNION_TILE consecutive queries choose together: [B, tiles, G]."""
+    """Distinct blocks that _UNION_TILE consecutive queries choose together: [B, tiles, G]."""
     B, S, G, N = idx_BSGN.shape
-    padded = torch.nn.functional.pad(idx_BSGN, (0, 0, 0, 0, 0, -S % UNION_TILE), value=-1)
-    tiled = padded.view(B, -1, UNION_TILE, G, N).transpose(2, 3).flatten(-2).sort(-1).values
+    padded = torch.nn.functional.pad(idx_BSGN, (0, 0, 0, 0, 0, -S % _UNION_TILE), value=-1)
+    tiled = padded.view(B, -1, _UNION_TILE, G, N).transpose(2, 3).flatten(-2).sort(-1).values
     return (~_repeats(tiled) & (tiled >= 0)).sum(-1)
 
 

@@ -18,7 +18,7 @@ from nsa.core.probe import Probe
 from nsa.geometry import FORCED_BLOCKS, Geometry
 from nsa.kernels.precision import einsum
 
-LOCAL_BLOCKS = FORCED_BLOCKS - 1
+_LOCAL_BLOCKS = FORCED_BLOCKS - 1
 
 
 @dataclass
@@ -78,7 +78,7 @@ class SelectionProbe(Probe):
 
 def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:
     """How many blocks a query chooses among by score."""
-    return (pos_Q // g.l_sel - LOCAL_BLOCKS).clamp(min=0)
+    return (pos_Q // g.l_sel - _LOCAL_BLOCKS).clamp(min=0)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class _CountedQueries:
     def _whole_mass(self, own_pos_Q: Tensor, window: int) -> tuple[Tensor, Tensor]:
         """Shares of dense attention over all keys: in the window [Q, G], and of the tokens before it in each block."""
         place_QT = _places(self.k_TGK, self.start_Q)
-        mass_QGT = token_mass(self.q_QGRK, own_pos_Q, self.start_Q, self.k_TGK, self.scale) / self.q_QGRK.shape[2]
+        mass_QGT = _token_mass(self.q_QGRK, own_pos_Q, self.start_Q, self.k_TGK, self.scale) / self.q_QGRK.shape[2]
         near_QT = place_QT > (own_pos_Q - window)[:, None]
         before_QGn = _by_block(mass_QGT.masked_fill(near_QT[:, None], 0), place_QT, self.g.l_sel)
         return (mass_QGT * near_QT[:, None]).sum(-1), before_QGn
@@ -133,16 +133,16 @@ def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | N
 
     query: its position in the document.
     """
-    last_free, room = query // l_sel - LOCAL_BLOCKS, n_sel - FORCED_BLOCKS
+    last_free, room = query // l_sel - _LOCAL_BLOCKS, n_sel - FORCED_BLOCKS
     return room / last_free if 1 <= block <= last_free and room < last_free else None
 
 
 def block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_sel: int, scale: float) -> Tensor:
     """Attention mass of each block of the query's document under dense attention, heads of a group added: [Q, G, n]."""
-    return _by_block(token_mass(q_QGRK, pos_Q, start_Q, k_TGK, scale), _places(k_TGK, start_Q), l_sel)
+    return _by_block(_token_mass(q_QGRK, pos_Q, start_Q, k_TGK, scale), _places(k_TGK, start_Q), l_sel)
 
 
-def token_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, scale: float) -> Tensor:
+def _token_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, scale: float) -> Tensor:
     """Mass of each key [Q, G, T]; 0 outside the query's document and after pos_Q."""
     wide = torch.promote_types(q_QGRK.dtype, torch.float32)
     place_QT = _places(k_TGK, start_Q)

@@ -6,13 +6,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 NAMESPACE = "nsa"
 """Namespace of our custom operators."""
-TORCH_ATTENTION = "scaled_dot_product"
+_TORCH_ATTENTION = "scaled_dot_product"
 """In the names of PyTorch's own attention operators, which a dense layer may use."""
 
 
 def operator_policy(_: object, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Attention and selection are the expensive part of a block, and their results its smallest activations."""
-    attends = getattr(operator, "namespace", None) == NAMESPACE or TORCH_ATTENTION in str(operator)
+    attends = getattr(operator, "namespace", None) == NAMESPACE or _TORCH_ATTENTION in str(operator)
     return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -34,14 +34,14 @@ class ScoreOptions(TypedDict):
     """Factor of the scores."""
 
 
-class AttendOptions(ScoreOptions, total=False):
+class _AttendOptions(ScoreOptions, total=False):
     """Keyword arguments of a branch: also whether to return (output, log-sum-exps)."""
 
     return_lse: bool
 
 
 def sliding_attention(
-    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, pos_BS: Tensor, start_BS: Tensor, **options: Unpack[AttendOptions]
+    q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, pos_BS: Tensor, start_BS: Tensor, **options: Unpack[_AttendOptions]
 ) -> Attended:
     """Attend to the query's own token and the w - 1 before it."""
     at_BST = _index_in_document(k_BTGK, start_BS)
@@ -51,7 +51,7 @@ def sliding_attention(
 
 
 def compressed_attention(
-    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, **options: Unpack[AttendOptions]
+    q_BSGRK: Tensor, k_BCGK: Tensor, v_BCGV: Tensor, pos_BS: Tensor, first_BS: Tensor, **options: Unpack[_AttendOptions]
 ) -> Attended:
     """Attend to every compressed block whose last token is not after the query."""
     visible_BSC = _visible_compressed(k_BCGK, pos_BS, first_BS, options["geometry"])
@@ -82,7 +82,7 @@ def select_blocks(
 
 def selected_attention(
     q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor,
-    **options: Unpack[AttendOptions],
+    **options: Unpack[_AttendOptions],
 ) -> Attended:  # fmt: skip
     """Attend to the tokens of the chosen blocks that are not after the query."""
     at_BST = _index_in_document(k_BTGK, start_BS)
@@ -111,7 +111,7 @@ def overlap(n_compressed: int, n_blocks: int, geometry: Geometry) -> Tensor:
     return shared_CJ.clamp(min=0) // g.d
 
 
-def _attend(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, options: AttendOptions) -> Attended:
+def _attend(q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, visible_BSGT: Tensor, options: _AttendOptions) -> Attended:
     require_one_dtype(q_BSGRK, k_BTGK, v_BTGV)
     score, mix = _scores, _weighted_sum
     inputs = q_BSGRK, k_BTGK, v_BTGV

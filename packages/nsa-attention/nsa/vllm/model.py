@@ -80,7 +80,7 @@ class PagedBlock(nn.Module):
             n_ranks=n_ranks,
         )
         self.feed_forward_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
-        self.feed_forward = FeedForward(dim, feed_forward_dim(config) // n_ranks, config.ffn_bias)
+        self.feed_forward = FeedForward(dim, _feed_forward_dim(config) // n_ranks, config.ffn_bias)
 
     def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:
         if self.post_norm:
@@ -159,7 +159,7 @@ class PagedForCausalLM(nn.Module):
         return AutoWeightsLoader(self).load_weights(weights)
 
 
-def feed_forward_dim(config: NSAConfig) -> int:
+def _feed_forward_dim(config: NSAConfig) -> int:
     assert config.intermediate_size is not None, "NSAConfig sets it"
     return config.intermediate_size
 
@@ -184,7 +184,7 @@ def _check_ranks(config: NSAConfig, n_ranks: int) -> None:
             f"biases of the feed-forward are computed by one rank only, and there are {n_ranks}. Start vLLM with "
             f"--tensor-parallel-size 1."
         )
-    if config.num_key_value_heads % n_ranks or feed_forward_dim(config) % n_ranks:
+    if config.num_key_value_heads % n_ranks or _feed_forward_dim(config) % n_ranks:
         raise ConfigError(
             f"the model has {config.num_key_value_heads} kv groups and a feed-forward dimension of "
             f"{config.intermediate_size}: {n_ranks} ranks must divide both, because a rank has whole groups. Start "

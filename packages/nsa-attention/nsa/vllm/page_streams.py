@@ -91,7 +91,7 @@ class PageStreamBackend(AttentionBackend):
 
 
 @cache
-def backend_for(l_sel: int) -> type[PageStreamBackend]:
+def _backend_for(l_sel: int) -> type[PageStreamBackend]:
     """The backend for blocks of whole selection blocks: vLLM asks the class, which knows no config."""
 
     class SelectionPages(PageStreamBackend):
@@ -135,7 +135,7 @@ class PageStream(nn.Module, AttentionLayerBase):
         layers[prefix] = self
 
     def get_attn_backend(self) -> type[PageStreamBackend]:
-        return backend_for(self.l_sel)
+        return _backend_for(self.l_sel)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         size = vllm_config.cache_config.block_size

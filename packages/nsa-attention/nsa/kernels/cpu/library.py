@@ -75,14 +75,14 @@ class GateMix(ctypes.Structure):
     )
 
 
-class CacheStream(ctypes.Structure):
+class _CacheStream(ctypes.Structure):
     _fields_ = (("fresh", TensorRows), ("slots", TensorRows), ("n_slots", c_int64), ("width", c_int64))
 
 
 class CacheAppend(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("dtype", "isa", "B", "G", "l", "d", "w", "means")),
-        ("streams", CacheStream * 6),
+        ("streams", _CacheStream * 6),
         ("compressed", TensorRows * 2),
         ("n_compressed_slots", c_int64),
         *((name, c_void_p) for name in ("first", "length", "n_compressed", "pos", "window_pos")),

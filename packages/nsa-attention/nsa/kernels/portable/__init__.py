@@ -110,7 +110,7 @@ def _backward(
     return dq_BSGRK, dk_BTGK.to(x.k_BTGK.dtype), dv_BTGV.to(x.v_BTGV.dtype)
 
 
-GivenToBackward = tuple[Tensor, Tensor, Tensor, Tensor | None]
+_GivenToBackward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Outputs, log-sum-exps, and the gradients of both."""
 
 
@@ -120,7 +120,7 @@ def forward_inputs(x: BranchInputs) -> BranchInputs:
     return x._replace(k_BTGK=x.k_BTGK + _spoiled(x.v_BTGV), v_BTGV=_cleaned(x.v_BTGV))
 
 
-def backward_inputs(x: BranchInputs, given: GivenToBackward) -> tuple[BranchInputs, GivenToBackward]:
+def backward_inputs(x: BranchInputs, given: _GivenToBackward) -> tuple[BranchInputs, _GivenToBackward]:
     """A query that sees a spoiled key needs no mark: its log-sum-exp is NaN since the forward pass."""
     out, lse, dout, dlse = given
     if _nothing_to_clean(x, x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):

@@ -99,7 +99,7 @@ def range_chunks(x: BranchInputs) -> Iterator[RangeChunk]:
         most = min(x.geometry.w, n_keys)
     else:
         (lo_BS, hi_BS), most = compressed_bounds(x.pos_BS, x.start_BS, x.geometry, n_keys), n_keys
-    for at, lo, hi in key_ranges(x.q_BSGRK, lo_BS, hi_BS, most, n_keys):
+    for at, lo, hi in _key_ranges(x.q_BSGRK, lo_BS, hi_BS, most, n_keys):
         yield RangeChunk(at, lo, hi, outside(lo_BS[:, at], hi_BS[:, at], lo, hi))
 
 
@@ -114,7 +114,7 @@ def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_ke
     return first_BS.clamp(0, n_keys), (first_BS + n_complete_BS).clamp(0, n_keys)
 
 
-def key_ranges(
+def _key_ranges(
     q_BSGRK: Tensor, lo_BS: Tensor, hi_BS: Tensor, most: int, n_keys: int
 ) -> Iterator[tuple[slice, int, int]]:
     """Chunks of queries, as long as the element budget allows, with the range of keys that each needs: all of them
@@ -171,7 +171,7 @@ def select(
     n = k_BCGK.shape[1]
     lo_BS, hi_BS = compressed_bounds(pos_BS, first_BS, geometry, n)
     most_blocks = None if may_read(q_BSGRK) else _most_blocks(n, pos_BS, geometry)
-    for at, lo, hi in key_ranges(q_BSGRK, lo_BS, hi_BS, n, n):
+    for at, lo, hi in _key_ranges(q_BSGRK, lo_BS, hi_BS, n, n):
         pos, first = pos_BS[:, at], first_BS[:, at]
         n_blocks = max(0, int(pos.max()) // l_sel + 1) if most_blocks is None else most_blocks
         if n_blocks <= geometry.n_sel:  # everything that is visible is chosen, whatever its score

@@ -260,12 +260,12 @@ def _chunks(x: BranchInputs) -> Iterator[slice]:
     """The queries in chunks, as long as the element budget allows."""
     B, S, G, R, K = x.q_BSGRK.shape
     widest = max(K, x.v_BTGV.shape[-1], x.geometry.l_sel)
-    entries = entries_per_choice(x.start_BS) * x.chosen_BSGN.shape[3]
+    entries = _entries_per_choice(x.start_BS) * x.chosen_BSGN.shape[3]
     size = max(1, budget(x.q_BSGRK) // max(1, B * G * R * entries * widest))
     return (slice(s, min(S, s + size)) for s in range(0, S, size))
 
 
-def entries_per_choice(start_BS: Tensor) -> int:
+def _entries_per_choice(start_BS: Tensor) -> int:
     """One where a row is known to be one document: it has one start, which the tensor repeats without storing it."""
     return 1 if start_BS.stride(1) == 0 else 2
 
@@ -273,7 +273,7 @@ def entries_per_choice(start_BS: Tensor) -> int:
 def build_pieces(x: BranchInputs, at: slice) -> WindowPieces:
     idx_BcGN, pos_Bc, start_Bc = x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at]
     (B, _, G, _), device, l_sel, n_keys = idx_BcGN.shape, idx_BcGN.device, x.geometry.l_sel, x.k_BTGK.shape[1]
-    entries = entries_per_choice(start_Bc)
+    entries = _entries_per_choice(start_Bc)
     n_windows = -(-n_keys // l_sel) + 2 - entries
     # Windows that are not blocks begin at key 0; those that are, at the last block's beginning before it.
     origin_B = start_Bc[:, 0].long() % l_sel - l_sel if entries == 1 else torch.zeros_like(start_Bc[:, 0].long())

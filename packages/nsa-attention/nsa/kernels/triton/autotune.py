@@ -46,9 +46,9 @@ class Work(NamedTuple):
 Prepare = Callable[[TileSizes], Work]
 """Everything that depends on the tiles, up to the launch."""
 
-LONG_QUERIES = 1024
+_LONG_QUERIES = 1024
 """Calls with at least this many queries are timed separately: decoding and training need different tiles."""
-KEEP_TABLE_ABOVE = 0.97
+_KEEP_TABLE_ABOVE = 0.97
 """Share of the table's time: a candidate that is not faster than this is within noise, and the table's tiles stay."""
 
 
@@ -67,7 +67,7 @@ def tuned(kernel: str, q_BSGRK: Tensor, d_v: int, prepare: Prepare, **constants:
 def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
     _, S, G, R, d_k = q_BSGRK.shape
     sizes = " ".join(f"{name}={n}" for name, n in dict(G=G, R=R, d_k=d_k, **constants).items())
-    return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= LONG_QUERIES else 'short'}"
+    return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= _LONG_QUERIES else 'short'}"
 
 
 def run(work: Work) -> None:
@@ -128,7 +128,7 @@ class TileTuner:
             _log.warning("%s: every candidate was refused; the table's tiles stay.", key)
             return table
         best = min(times, key=times.__getitem__)
-        winner = table if times.get(table, float("inf")) * KEEP_TABLE_ABOVE <= times[best] else best
+        winner = table if times.get(table, float("inf")) * _KEEP_TABLE_ABOVE <= times[best] else best
         _log.info("%s: %s in %.3g ms, of %d timed", key, winner, times[winner], len(times))
         return winner
 

@@ -28,18 +28,18 @@ from torch import Tensor
 from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.tile import VARYING
 
-NONE = tl.constexpr(2147483647)
+_NONE = tl.constexpr(2147483647)
 """Sorts last."""
 
 
 @triton.jit
 def half(BIT: tl.constexpr, LOG: tl.constexpr):
-    """1 in the upper halves of runs of 2^(BIT + 1) elements, for rows as `sort_rows` holds them."""
+    """1 in the upper halves of runs of 2^(BIT + 1) elements, for rows as `_sort_rows` holds them."""
     return tl.reshape(tl.arange(0, 2), [1] * (LOG - BIT) + [2] + [1] * BIT)
 
 
 @triton.jit
-def sort_rows(x, LOG: tl.constexpr):
+def _sort_rows(x, LOG: tl.constexpr):
     """Each row of 2^LOG ascending: the bitonic network of `tl.sort`, which the interpreter takes minutes for."""
     cube = tl.reshape(x, [x.shape[0]] + [2] * LOG)
     for stage in tl.static_range(1, LOG + 1):
@@ -66,7 +66,7 @@ def reached(block, start, last, n_windows, L: tl.constexpr):
 def unpack(key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s,
            N: tl.constexpr, L: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
     """Sorted entries: counted window, pair, the block's first key, if it lies across; how many up to each entry."""
-    real = key != NONE
+    real = key != _NONE
     window = key >> SHIFT
     query = chunk * CHUNK + ((key & ((1 << SHIFT) - 1)) >> BITS)
     at = query.to(tl.int64)
@@ -102,7 +102,7 @@ def sort_chunks_kernel(
     pos = tl.load(position + b * position_b + query * position_s, mask=once, other=0).to(tl.int32)
     tl.store(last + b * S + query, start + pos, mask=once)
     window, real, _ = reached(block, start, 0, n_windows, L)
-    key = sort_rows(tl.where(real, (window << SHIFT) | (turn << BITS) | which, NONE), LOG)
+    key = _sort_rows(tl.where(real, (window << SHIFT) | (turn << BITS) | which, _NONE), LOG)
     _, _, _, _, count = unpack(
         key, chunk, position, origin, b, n_windows, position_b, position_s, origin_b, origin_s, N, L, CHUNK, SHIFT, BITS
     )
@@ -129,12 +129,12 @@ def rank_chunks_kernel(
     for i in tl.range(0, run_length):
         chunk = run * run_length + i
         at, exists = (bg * n_chunks + chunk) * 2**LOG + entry, chunk < n_chunks
-        key = tl.load(entries + at, mask=exists, other=NONE)
+        key = tl.load(entries + at, mask=exists, other=_NONE)
         before = tl.load(entries + at - 1, mask=exists & (entry > 0), other=-1)
         after = tl.load(entries + at + 1, mask=exists & (entry < 2**LOG - 1), other=-1)
         count = tl.load(ranks + at, mask=exists, other=0)
         count_before = tl.load(ranks + at - 1, mask=exists & (entry > 0), other=0)
-        window, real = key >> SHIFT, key != NONE
+        window, real = key >> SHIFT, key != _NONE
         begins, ends = real & (before >> SHIFT != window), real & (after >> SHIFT != window)
         tl.debug_barrier()
         # The window's earlier entries are added to the count, those of other windows in the chunk are taken away.
@@ -200,13 +200,13 @@ def fill(
     bg = tl.program_id(1).to(tl.int64)
     chunk = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     at = (bg * n_chunks + chunk) * 2**LOG + tl.arange(0, 2**LOG)[None, :]
-    key = tl.load(entries + at, mask=chunk < n_chunks, other=NONE)
+    key = tl.load(entries + at, mask=chunk < n_chunks, other=_NONE)
     rank = tl.load(ranks + at, mask=chunk < n_chunks, other=0)
     window, pair, begin, across, _ = unpack(
         key, chunk, position, origin, bg // G, n_windows, position_b, position_s, origin_b, origin_s,
         N, L, CHUNK, SHIFT, BITS,
     )  # fmt: skip
-    mine = (key != NONE) & (window > 0)
+    mine = (key != _NONE) & (window > 0)
     at = (bg * tl.cdiv(n_chunks, run_length) + chunk // run_length) * (n_windows + 1) + window
     place = bg * n_windows + window
     before_it = tl.load(totals + (bg * (n_windows + 1) + window - 1) * 2 + 1, mask=mine, other=0)
@@ -221,7 +221,7 @@ def fill(
 
 
 @triton.jit
-def find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
+def _find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK: tl.constexpr):
     """The window of each of BLOCK pieces, by bisection; n_places for pieces that are not needed."""
     piece = block * BLOCK + tl.arange(0, BLOCK)
     low, high = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], 0, tl.int32) + n_places
@@ -250,10 +250,10 @@ def fill_kernel(
         )  # fmt: skip
     else:
         block = later * tl.num_programs(1) + tl.program_id(1)
-        find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK)
+        _find_pieces(block, piece_first, piece_window, n_places, n_pieces, steps, BLOCK)
 
 
-MOST_SORTED = 1024
+_MOST_SORTED = 1024
 """Entries that a chunk of queries sorts in registers."""
 WINDOWS_PER_CHUNK = 2048
 """Windows counted for each chunk of a run: three integers each, so that counts take memory in proportion to the chosen
@@ -285,7 +285,7 @@ class BlockIndex(NamedTuple):
         return self.pair, self.begin, self.offset, self.piece_window, self.piece_first
 
 
-def sorted_sizes(n: int) -> dict[str, int]:
+def _sorted_sizes(n: int) -> dict[str, int]:
     """A program sorts one row; when interpreted, several, because every operation takes its time there."""
     return dict(LOG=max(1, (n - 1).bit_length()), ROWS=8 if triton.knobs.runtime.interpret else 1)
 
@@ -306,11 +306,11 @@ def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel:
     run_length = triton.cdiv(n_windows + 1, WINDOWS_PER_CHUNK)
     assert run_length * sizes["CHUNK"] < 2**15, "too many queries in a run for counts of 15 bits"
     n_runs = triton.cdiv(n_chunks, run_length)
-    entries, ranks = (new_index(idx, B * G, n_chunks, 2 ** sizes["LOG"]) for _ in range(2))
-    counts, before = (new_index(idx, B * G, n_runs, n_windows + 1, n) for n in (1, 2))
-    totals = new_index(idx, B * G, n_windows + 1, 2)
+    entries, ranks = (_new_index(idx, B * G, n_chunks, 2 ** sizes["LOG"]) for _ in range(2))
+    counts, before = (_new_index(idx, B * G, n_runs, n_windows + 1, n) for n in (1, 2))
+    totals = _new_index(idx, B * G, n_windows + 1, 2)
     shapes = ((n_entries,), (n_entries,), (n_places + 1,), (n_places + 1,), (n_pieces,), (B, S))
-    index = BlockIndex(*(new_index(idx, *shape) for shape in shapes))
+    index = BlockIndex(*(_new_index(idx, *shape) for shape in shapes))
     where = (*pos_BS.stride(), *start_BS.stride())
     of_chunks = dict(G=G, **sizes, num_warps=warps)
     blocks, steps = triton.cdiv(n_chunks, sizes["ROWS"]), (n_places + 1).bit_length()
@@ -340,15 +340,15 @@ RUNS, BINS, PLACES = 64, 32, 1024
 def chunk_sizes(n_sel: int, l_sel: int) -> dict[str, int]:
     """Queries of a chunk; few when interpreted, so that short rows have several."""
     most = 32 if triton.knobs.runtime.interpret else 128
-    chunk = max(1, min(most, MOST_SORTED // triton.next_power_of_2(n_sel)))
+    chunk = max(1, min(most, _MOST_SORTED // triton.next_power_of_2(n_sel)))
     bits = (n_sel - 1).bit_length()
     shift = bits + (chunk - 1).bit_length()
-    return dict(N=n_sel, L=l_sel, CHUNK=chunk, SHIFT=shift, BITS=bits, **sorted_sizes(chunk * n_sel))
+    return dict(N=n_sel, L=l_sel, CHUNK=chunk, SHIFT=shift, BITS=bits, **_sorted_sizes(chunk * n_sel))
 
 
 def rank_sizes(sizes: dict[str, int]) -> dict[str, int]:
     return {name: sizes[name] for name in ("SHIFT", "LOG", "ROWS")}
 
 
-def new_index(like: Tensor, *shape: int) -> Tensor:
+def _new_index(like: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device=like.device)

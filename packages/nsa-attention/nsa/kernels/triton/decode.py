@@ -246,11 +246,11 @@ PROGRAMS = 128
 WINDOW_PART = 64  # keys
 STRETCHES = 16  # of blocks, each ranked by one program; a power of two
 BLOCKS_AT_ONCE = 64
-HEADS_AT_ONCE = 16
+_HEADS_AT_ONCE = 16
 MERGED_AT_ONCE = 16  # parts
 
 
-class DecodeConstants(NamedTuple):
+class _DecodeConstants(NamedTuple):
     """Compile-time constants of each kernel."""
 
     compressed: dict[str, Any]
@@ -371,7 +371,7 @@ def _launch(
 
 def constants(
     G: int, R: int, K: int, V: int, geometry: Geometry, tiles: TileSizes, *, wide: bool, merged: bool = False
-) -> DecodeConstants:
+) -> _DecodeConstants:
     """They depend on the model alone, so that a row has the same bits in any batch and any cache."""
     l, d, l_sel, n_sel, w = geometry.ints
     parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, G))
@@ -382,9 +382,9 @@ def constants(
     attend = dict(**heads, **widths(K, V), BLOCK_M=block_m, BLOCK_N=tiles.n, WIDE=wide)
     blocks = dict(L_SEL=l_sel, KEEP=keep, STRETCHES=STRETCHES)
     v_width = split_width(V)
-    return DecodeConstants(
+    return _DecodeConstants(
         compressed=dict(**attend, L=l, D=d, PARTS=parts, VALUES=not merged),
-        score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=HEADS_AT_ONCE, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
+        score=dict(**heads, **blocks, L=l, D=d, PARTS=parts, BLOCK_R=_HEADS_AT_ONCE, BLOCK_J=max(BLOCKS_AT_ONCE, keep)),
         raw=dict(
             **attend, **blocks, N_SEL=n_sel, W=w, WINDOW_PARTS=window_parts
         ),

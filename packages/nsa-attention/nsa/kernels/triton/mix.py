@@ -16,13 +16,13 @@ from nsa.kernels.triton.tuning import split_width
 
 
 @triton.jit
-def load_gates(gates, gate, ok):
+def _load_gates(gates, gate, ok):
     at = gates + gate * 3
     return tl.load(at, mask=ok, other=0.0), tl.load(at + 1, mask=ok, other=0.0), tl.load(at + 2, mask=ok, other=0.0)
 
 
 @triton.jit
-def mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V: tl.constexpr, AT: tl.constexpr,
+def _mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V: tl.constexpr, AT: tl.constexpr,
                 WIDTH: tl.constexpr):  # fmt: skip
     total = c[:, None] * load_rows(compressed, row * V, ok, V, AT, WIDTH, True)
     total += s[:, None] * load_rows(selected, row * V, ok, V, AT, WIDTH, True)
@@ -37,16 +37,16 @@ def mix_forward_kernel(
 ):  # fmt: skip
     gate = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = gate < n_gates
-    c, s, w = load_gates(gates, gate, ok)
+    c, s, w = _load_gates(gates, gate, ok)
     for head in tl.range(0, HEADS):
         row = gate * HEADS + head
-        mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V, 0, V1)
+        _mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V, 0, V1)
         if V2 > 0:
-            mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V, V1, V2)
+            _mix_columns(compressed, selected, sliding, mixed, row, ok, c, s, w, V, V1, V2)
 
 
 @triton.jit
-def unmix_columns(dmixed_MX, branch, dbranch, row, ok, gate_M, V: tl.constexpr, AT: tl.constexpr,
+def _unmix_columns(dmixed_MX, branch, dbranch, row, ok, gate_M, V: tl.constexpr, AT: tl.constexpr,
                   WIDTH: tl.constexpr):  # fmt: skip
     """Stores the branch's gradient, returns what these columns add to its gate's."""
     store_rows(dbranch, row * V, ok, gate_M[:, None] * dmixed_MX, V, AT, WIDTH)
@@ -60,26 +60,26 @@ def mix_backward_kernel(
 ):  # fmt: skip
     gate = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = gate < n_gates
-    c, s, w = load_gates(gates, gate, ok)
+    c, s, w = _load_gates(gates, gate, ok)
     dc, ds, dw = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for head in tl.range(0, HEADS):
         row = gate * HEADS + head
         d1 = load_rows(dmixed, row * V, ok, V, 0, V1, True)
-        dc += unmix_columns(d1, compressed, dcompressed, row, ok, c, V, 0, V1)
-        ds += unmix_columns(d1, selected, dselected, row, ok, s, V, 0, V1)
-        dw += unmix_columns(d1, sliding, dsliding, row, ok, w, V, 0, V1)
+        dc += _unmix_columns(d1, compressed, dcompressed, row, ok, c, V, 0, V1)
+        ds += _unmix_columns(d1, selected, dselected, row, ok, s, V, 0, V1)
+        dw += _unmix_columns(d1, sliding, dsliding, row, ok, w, V, 0, V1)
         if V2 > 0:
             d2 = load_rows(dmixed, row * V, ok, V, V1, V2, True)
-            dc += unmix_columns(d2, compressed, dcompressed, row, ok, c, V, V1, V2)
-            ds += unmix_columns(d2, selected, dselected, row, ok, s, V, V1, V2)
-            dw += unmix_columns(d2, sliding, dsliding, row, ok, w, V, V1, V2)
+            dc += _unmix_columns(d2, compressed, dcompressed, row, ok, c, V, V1, V2)
+            ds += _unmix_columns(d2, selected, dselected, row, ok, s, V, V1, V2)
+            dw += _unmix_columns(d2, sliding, dsliding, row, ok, w, V, V1, V2)
     at = dgates + gate * 3
     tl.store(at, dc, mask=ok)
     tl.store(at + 1, ds, mask=ok)
     tl.store(at + 2, dw, mask=ok)
 
 
-ELEMENTS = 2048
+_ELEMENTS = 2048
 """Elements of one branch that a program holds: 16 for each of 128 threads."""
 
 
@@ -117,4 +117,4 @@ def constants(gates_BSGX3: Tensor, mixed_BSGRV: Tensor) -> dict[str, int]:
 
 def block_of(width: int) -> int:
     """Gates of one program."""
-    return max(1, ELEMENTS // split_width(width).main)
+    return max(1, _ELEMENTS // split_width(width).main)

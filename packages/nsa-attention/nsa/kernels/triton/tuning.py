@@ -166,7 +166,7 @@ def candidates(kernel: str) -> tuple[TileSizes, ...]:
     return _CANDIDATES[kernel]
 
 
-class HeadDim(NamedTuple):
+class _HeadDim(NamedTuple):
     """A row's length as the sum of a power of two and a second one, which may be absent (0): 192 is 128 + 64, because
     256 spills."""
 
@@ -175,10 +175,10 @@ class HeadDim(NamedTuple):
     rest: int
 
 
-def split_width(n: int) -> HeadDim:
+def split_width(n: int) -> _HeadDim:
     main = max(16, 1 << (n.bit_length() - 1))
     rest = n - main
-    return HeadDim(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
+    return _HeadDim(n, main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0)
 
 
 def widths(k: int, v: int) -> dict[str, int]:
