@@ -309,9 +309,7 @@ def _checked_scale(scale: float | None, d_k: int) -> float:
     return float(scale)
 
 
-def _layout(
-    batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens
-) -> DocumentLayout:
+def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:
     if cu_seqlens is None:
         return plain_layout(batch, length, geometry, device)
     return packed_layout(torch.as_tensor(cu_seqlens, device=device), batch * length, geometry, name="cu_seqlens")
