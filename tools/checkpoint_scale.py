@@ -30,15 +30,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nsa_train import names
-from nsa_train.checkpoint.block_hashes import BLOCK_BYTES
 from nsa_train.checkpoint.folder import CheckpointFolder
-from nsa_train.checkpoint.load import VerifiedReader, open_checkpoint
-from nsa_train.checkpoint.manifest import LocalFiles, build_manifest
-from nsa_train.checkpoint.pickle_scan import read_index
-from nsa_train.checkpoint.pieces import PlannedTensor, RankPieces, TensorTable, cut, merge, piece_bytes, share
-from nsa_train.checkpoint.save import HashingWriter, PieceWritten, WrittenFiles, write_index
-from nsa_train.checkpoint.save_plan import PackedPieces, SharedSavePlanner
-from nsa_train.checkpoint.tensor_index import parse_index
+from nsa_train.checkpoint.load import VerifiedReader, open_checkpoint, read_index
+from nsa_train.checkpoint.manifest import BLOCK_BYTES, LocalFiles, build_manifest
+from nsa_train.checkpoint.save import HashingWriter
+from nsa_train.checkpoint.save_plan import (
+    PackedPieces,
+    PlannedTensor,
+    RankPieces,
+    SharedSavePlanner,
+    TensorTable,
+    cut,
+    merge,
+    piece_bytes,
+    share,
+)
+from nsa_train.checkpoint.tensor_index import PieceWritten, parse_index, write_index
 
 FP32 = TensorProperties(dtype=torch.float32)
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
@@ -227,16 +234,15 @@ def simulate_ours(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int
     unpickled = time.process_time()
     index, _ = merge(ranks)
     merged = time.process_time()
-    written = []
+    written: list[PieceWritten] = []
     for rank, offered in enumerate(ranks):
-        at, pieces_written = 0, list[PieceWritten]()
+        at = 0
         for number, offsets, sizes in offered.pieces:
             length = 4 * math.prod(sizes) + 1200
-            pieces_written.append((table.tensors[number].name, offsets, f"__{rank}_0{names.TENSOR_FILES}", at, length))
+            written.append((table.tensors[number].name, offsets, f"__{rank}_0{names.TENSOR_FILES}", at, length))
             at += length
-        written.append(WrittenFiles(pieces_written, {}))
     return _index_figures(
-        lambda path: write_index(path, index, written),
+        lambda folder: write_index(folder, index, written),
         items=sum(len(rank.pieces) for rank in ranks),
         sent_mb=sum(map(len, sent)) / 1e6,
         unpickle_s=unpickled - started,
@@ -270,7 +276,7 @@ def simulate_engine(shapes: dict[str, tuple[int, ...]], shards: int, replicas: i
     merged = time.process_time()
     largest = max(sum(map(_piece_bytes, plan.items)) for plan in planned)
 
-    def write(path: Path) -> None:
+    def write(folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         index.storage_data = {
@@ -278,7 +284,7 @@ def simulate_engine(shapes: dict[str, tuple[int, ...]], shards: int, replicas: i
             for rank, plan in enumerate(planned)
             for item in plan.items
         }
-        with path.open("wb") as file:
+        with (folder / names.TENSOR_INDEX).open("wb") as file:
             pickle.dump(index, file)
 
     return _index_figures(
@@ -293,10 +299,10 @@ def simulate_engine(shapes: dict[str, tuple[int, ...]], shards: int, replicas: i
 
 def _index_figures(write: Callable[[Path], object], **figures: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / names.TENSOR_INDEX
         started = time.process_time()
-        write(path)
+        write(Path(folder))
         written = time.process_time()
+        path = max(Path(folder).iterdir())  # the JSON, if there is one
         raw = path.read_bytes()
         sizes = {f"__{rank}_0{names.TENSOR_FILES}": 1 << 60 for rank in range(2048)}
         try:

@@ -13,7 +13,8 @@ RUN/                                train.out_dir
             COMMIT.json             written last
             state.json              step, data cursor and settings
             tokenizer.json          absent in checkpoints of earlier versions
-            model_and_optim/        tensors in `__{rank}_{n}.distcp`, written by DCP; its index `.metadata` is a pickle
+            model_and_optim/        tensors in `__{rank}_{n}.distcp`; their index as JSON in `index.jsonl` (absent in
+                                    earlier versions), and as DCP's pickle in `.metadata`
             train/rank{N}.pt        the engine's own trainer state, with the random state of each rank
             .metadata.json          the engine's note that it has finished
         latest -> step200           replaced atomically after every save
@@ -83,6 +84,7 @@ COMMIT = "COMMIT.json"
 STATE = "state.json"
 TENSORS = "model_and_optim"
 TENSOR_INDEX = ".metadata"
+TENSOR_INDEX_JSON = "index.jsonl"
 TENSOR_FILES = ".distcp"
 """Ending of the files that hold tensors."""
 
@@ -96,7 +98,7 @@ _NUMBER = r"(0|[1-9]\d{0,8})"
 # Checkpoints of earlier versions also hold state/rank{N}.json, which nothing reads.
 _KNOWN_FILE = re.compile(
     rf"COMMIT\.json|state\.json|tokenizer\.json|\.metadata\.json|state/rank{_NUMBER}\.json|train/rank{_NUMBER}\.pt"
-    rf"|(model_and_optim/)?(\.metadata|__{_NUMBER}_{_NUMBER}\.distcp)"
+    rf"|(model_and_optim/)?(\.metadata|index\.jsonl|__{_NUMBER}_{_NUMBER}\.distcp)"
 )
 
 

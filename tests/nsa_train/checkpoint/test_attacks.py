@@ -1,6 +1,7 @@
 """Hostile checkpoint folders: nothing in them is executed, imported or patched, and only verified bytes are loaded."""
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
@@ -17,7 +18,8 @@ from nsa_train.checkpoint.load import export, require_trustworthy
 from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, encode, read_key
 from tests.nsa_train.train.engine.test_checkpointer import Bomb, Module, assert_same, checkpointer, save
 
-INDEX = "model_and_optim/.metadata"
+INDEX = "model_and_optim/index.jsonl"
+PICKLED_INDEX = "model_and_optim/.metadata"
 PIECES = "model_and_optim/__0_0.distcp"
 RANK = "train/rank0.pt"
 
@@ -55,8 +57,14 @@ def refused(step: Path, tmp_path: Path) -> None:
 
 
 def engine_index(step: Path):
-    with (step / INDEX).open("rb") as file:
+    with (step / PICKLED_INDEX).open("rb") as file:
         return pickle.load(file)
+
+
+def write_older_index(step: Path, content: bytes) -> None:
+    """As earlier versions wrote it, which had the pickle alone."""
+    (step / INDEX).unlink()
+    (step / PICKLED_INDEX).write_bytes(content)
 
 
 class Hidden(dict):
@@ -79,7 +87,7 @@ def test_a_container_that_hides_its_pieces_from_the_scan_is_refused(root, tmp_pa
         torch.save(Bomb(canary), file)
         where.length = file.tell() - where.offset
     index.storage_data = Hidden(index.storage_data)
-    (step / INDEX).write_bytes(pickle.dumps(index))
+    write_older_index(step, pickle.dumps(index))
     commit(step)
     refused(step, tmp_path)
     assert not canary.exists()
@@ -95,7 +103,7 @@ def importing_pickle() -> bytes:
 
 
 @pytest.mark.parametrize("content", [patching_pickle(), importing_pickle()])
-@pytest.mark.parametrize("name", [INDEX, RANK])
+@pytest.mark.parametrize("name", [PICKLED_INDEX, RANK])
 def test_a_refused_pickle_has_changed_nothing(root, tmp_path, content, name):
     step = root / "checkpoints/step2"
     if name == RANK:
@@ -104,7 +112,7 @@ def test_a_refused_pickle_has_changed_nothing(root, tmp_path, content, name):
             archive.writestr("rank0/byteorder", b"little")
             archive.writestr("rank0/version", b"3\n")
     else:
-        (step / INDEX).write_bytes(content)
+        write_older_index(step, content)
     commit(step)
     sys.modules.pop("this", None)
     try:
@@ -114,6 +122,91 @@ def test_a_refused_pickle_has_changed_nothing(root, tmp_path, content, name):
     finally:
         if hasattr(StorageMeta, "patched"):
             del StorageMeta.patched
+
+
+def change_lines(step: Path, change) -> None:
+    head, *lines = map(json.loads, (step / INDEX).read_text().splitlines())
+    change(head, lines)
+    (step / INDEX).write_text("".join(f"{json.dumps(line)}\n" for line in (head, *lines)))
+    commit(step)
+
+
+def point_outside(head, lines):
+    head["files"][0] = "../../step1/" + PIECES
+
+
+def point_beyond_the_end(head, lines):
+    lines[0]["pieces"][0][1] = 10**7
+
+
+def claim_a_larger_tensor(head, lines):
+    lines[0]["size"][0] = 1 << 40
+
+
+def claim_a_larger_piece(head, lines):
+    lines[0]["size"][0] = lines[0]["pieces"][0][-len(lines[0]["size"])] = 1 << 40
+
+
+def claim_the_same_bytes_twice(head, lines):
+    for line in lines:
+        for piece in line["pieces"]:
+            piece[1], piece[2] = 0, 600_000
+
+
+def list_a_piece_twice(head, lines):
+    lines[0]["pieces"] *= 2
+
+
+def leave_out_a_tensor_with_a_file(head, lines):
+    lines.clear()
+
+
+def name_a_tensor_twice(head, lines):
+    lines.append(lines[0])
+
+
+def empty_path(head, lines):
+    lines[0]["path"] = []
+
+
+def unknown_type(head, lines):
+    lines[0]["dtype"] = "object"
+
+
+def negative_numbers(head, lines):
+    lines[0]["pieces"][0][1] = -1
+
+
+def nothing_but_brackets(head, lines):
+    lines[0]["pieces"] = [[], {}, None]
+
+
+def another_format(head, lines):
+    head["format"] = 2
+
+
+CHANGES = (
+    *(point_outside, point_beyond_the_end, claim_a_larger_tensor, claim_a_larger_piece, claim_the_same_bytes_twice),
+    *(list_a_piece_twice, leave_out_a_tensor_with_a_file, name_a_tensor_twice, empty_path, unknown_type),
+    *(negative_numbers, nothing_but_brackets, another_format),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_index_that_says_something_else_than_the_files_is_refused(root, tmp_path, change):
+    change_lines(root / "checkpoints/step2", change)
+    refused(root / "checkpoints/step2", tmp_path)
+
+
+def test_the_pickle_beside_the_index_is_looked_at_by_a_full_check_and_by_nothing_else(root, tmp_path):
+    """It stays for other readers of DCP, which execute it."""
+    step, canary = root / "checkpoints/step2", tmp_path / "canary"
+    (step / PICKLED_INDEX).write_bytes(pickle.dumps(Bomb(canary)))
+    commit(step)
+    with pytest.raises(CheckpointError, match="metadata"):
+        require_trustworthy(step)
+    checkpointer(root / "checkpoints").load(step, Module(seed=1))
+    assert not canary.exists()
 
 
 def test_a_file_that_no_checkpoint_has_is_refused(root, tmp_path):
@@ -172,7 +265,9 @@ def hostile_pieces(step: Path, bomb: Bomb) -> bytes:
 
 @pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
 @pytest.mark.parametrize("swap", [replace, overwrite])
-@pytest.mark.parametrize(("name", "hostile"), [(INDEX, hostile_index), (PIECES, hostile_pieces)])
+@pytest.mark.parametrize(
+    ("name", "hostile"), [(INDEX, hostile_index), (PICKLED_INDEX, hostile_index), (PIECES, hostile_pieces)]
+)
 def test_a_file_swapped_after_the_verification_is_not_loaded(made, root, tmp_path, name, hostile, swap, signed):
     """The swap happens after the checkpoint was verified and its index read, before its tensors are."""
     step, canary = root / "checkpoints/step2", tmp_path / "canary"
@@ -193,7 +288,7 @@ def test_a_file_swapped_after_the_verification_is_not_loaded(made, root, tmp_pat
 
 
 @pytest.mark.parametrize("swap", [replace, overwrite])
-@pytest.mark.parametrize("name", [PIECES, RANK, "state.json"])
+@pytest.mark.parametrize("name", [INDEX, PIECES, RANK, "state.json"])
 def test_bytes_changed_after_the_verification_are_refused(root, name, swap):
     """Without any code in them: other weights, another step, another record."""
     step = root / "checkpoints/step2"

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from nsa.errors import CheckpointError
-from nsa_train.checkpoint.pieces import (
+from nsa_train.checkpoint.save_plan import (
     _MOST_PIECES,
     SMALLEST_PIECE_BYTES,
     Piece,

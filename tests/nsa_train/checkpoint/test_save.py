@@ -9,10 +9,9 @@ import torch.distributed.checkpoint as dist_cp
 
 from nsa.errors import CheckpointError
 from nsa_train.checkpoint import save as saving
-from nsa_train.checkpoint.block_hashes import ManifestEntry
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.load import open_checkpoint, read_model
-from nsa_train.checkpoint.manifest import LocalFiles, build_manifest
+from nsa_train.checkpoint.manifest import LocalFiles, ManifestEntry, build_manifest
 from nsa_train.checkpoint.save import HashingWriter
 from nsa_train.checkpoint.save_plan import SharedSavePlanner
 from nsa_train.checkpoint.tensor_index import largest_index
@@ -43,7 +42,11 @@ def test_hashes_of_the_writer_are_those_of_the_files(tmp_path: Path) -> None:
     writer = write(folder)
     rehashed = build_manifest(LocalFiles(folder.staging(1)), 1, "now").files
     assert writer.hashes == rehashed
-    assert sorted(rehashed) == ["model_and_optim/.metadata", "model_and_optim/__0_0.distcp"]
+    assert sorted(rehashed) == [
+        "model_and_optim/.metadata",
+        "model_and_optim/__0_0.distcp",
+        "model_and_optim/index.jsonl",
+    ]
 
 
 def test_what_was_written_is_read_by_us_and_by_dcp(tmp_path: Path) -> None:

@@ -10,16 +10,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nsa_train.checkpoint import pieces
-from nsa_train.checkpoint.pieces import RankPieces, merge
-from nsa_train.checkpoint.save_plan import SavePlanCache, SharedSavePlanner, _offer
+from nsa_train.checkpoint import save_plan
+from nsa_train.checkpoint.save_plan import RankPieces, SavePlanCache, SharedSavePlanner, _offer, merge
 
 SIZES = {"embeddings": (50, 16), "w1": (64, 16), "w2": (16, 64), "norm": (16,), "odd": (5, 3)}
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pieces, "SMALLEST_PIECE_BYTES", 256)
+    monkeypatch.setattr(save_plan, "SMALLEST_PIECE_BYTES", 256)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,8 +13,7 @@ from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.run_state import RunRecord
 from nsa_train.checkpoint.save import HashingWriter
 from nsa_train.checkpoint.save_plan import SharedSavePlanner
-from nsa_train.checkpoint.store_copy import CopyResult, StoreCopy
-from nsa_train.checkpoint.transfer import S3Prefix, pull
+from nsa_train.checkpoint.transfer import CopyResult, S3Prefix, StoreCopy, pull
 
 URL = "s3://models/team/run"
 

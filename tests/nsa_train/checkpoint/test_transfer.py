@@ -16,12 +16,12 @@ from botocore.config import Config  # noqa: E402
 
 from nsa.errors import CheckpointError, ConfigError  # noqa: E402
 from nsa_train.checkpoint import transfer  # noqa: E402
-from nsa_train.checkpoint.block_hashes import ManifestEntry  # noqa: E402
 from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
 from nsa_train.checkpoint.manifest import (  # noqa: E402
     CHUNK_BYTES,
     CheckpointManifest,
     LocalFiles,
+    ManifestEntry,
     build_manifest,
     encode,
 )

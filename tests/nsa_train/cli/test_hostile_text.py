@@ -14,8 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nsa_train import names
-from nsa_train.checkpoint.block_hashes import ManifestEntry
-from nsa_train.checkpoint.manifest import CheckpointManifest, encode
+from nsa_train.checkpoint.manifest import CheckpointManifest, ManifestEntry, encode
 from nsa_train.cli.main import main
 from nsa_train.names import COMMIT
 from nsa_train.record.events import EventKind

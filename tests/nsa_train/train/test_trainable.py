@@ -100,7 +100,7 @@ def test_a_resumed_sharded_run_is_bit_identical(runs):
 
 
 def test_the_checkpoint_has_optimizer_state_of_trained_parameters_alone(runs):
-    from nsa_train.checkpoint.pickle_scan import require_harmless
+    from nsa_train.checkpoint.load import require_harmless
 
     index = require_harmless(open_checkpoint(runs / "whole" / "checkpoints" / f"step{STEPS}"), pieces=False)
     state = {key for key in index.state_dict_metadata if key.startswith("optim.state.")}

@@ -22,13 +22,13 @@ from typing import Any, Self
 from nsa.errors import CheckpointError
 from nsa.files import fsync_path, fsync_tree, replace_file, write_atomic
 from nsa_train import names
-from nsa_train.checkpoint.block_hashes import ManifestEntry
 from nsa_train.checkpoint.manifest import (
     INTERVAL,
     REQUESTED,
     CheckpointManifest,
     CheckpointVerdict,
     LocalFiles,
+    ManifestEntry,
     build_manifest,
     encode,
     examine,

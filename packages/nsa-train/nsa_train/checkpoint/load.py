@@ -1,14 +1,18 @@
-"""Loads checkpoints: opens and verifies them, reads the model's tensors, feeds DCP, exports model.pt and safetensors.
+"""Reads checkpoints: every block is verified against the manifest before its bytes are used, and nothing is executed.
 
-Nothing in a checkpoint is executed, and every byte is verified as it is read.
+Verifying a folder first and reading it later would leave a time window for a swap. Here a block is read into memory,
+hashed there, compared with the manifest, and only then used: a file that is replaced or changed meanwhile is refused.
+No byte is read twice, and a rank reads only the blocks that contain its own tensors.
 """
 
+import hashlib
 import io
 import json
 import logging
 import os
 import shutil
-from collections import deque
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,21 +21,199 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from nsa.errors import CheckpointError
-from nsa.files import replace_file
+from nsa.files import open_regular, replace_file
 from nsa_train import names
-from nsa_train.checkpoint.manifest import IRREGULAR, LocalFiles, examine
-from nsa_train.checkpoint.pickle_scan import read_index, read_piece, require_harmless
+from nsa_train.checkpoint.manifest import (
+    BLOCK_BYTES,
+    IRREGULAR,
+    CheckpointManifest,
+    LocalFiles,
+    examine,
+    hash_blocks,
+    same_content,
+)
 from nsa_train.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
-from nsa_train.checkpoint.verified_files import VerifiedFiles
+from nsa_train.checkpoint.safe_pickle import PickleRefused, read_torch_file
+from nsa_train.checkpoint.tensor_index import PieceLocation, largest_index, parse_index
 
 _log = logging.getLogger(__name__)
 
+_CACHED_BLOCKS = 4
+LARGEST_RANK_FILE_BYTES = 16 << 20
 _READ_AHEAD = 2
 """Pieces in memory per thread: those being read, and as many waiting."""
+
+
+class VerifiedFiles:
+    """The files of a checkpoint as its manifest lists them; without a manifest, as they are."""
+
+    def __init__(self, path: Path, manifest: CheckpointManifest | None) -> None:
+        self.path, self.manifest = path, manifest
+        if manifest is not None:
+            self.sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+        else:
+            self.sizes = {name: size for name, size in LocalFiles(path).files().items() if size != IRREGULAR}
+        self._cache: OrderedDict[tuple[str, int], Future[bytes]] = OrderedDict()
+        self._digests: dict[str, tuple[str, ...]] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+        """Read from the files so far, in whole blocks."""
+
+    @property
+    def tensor_folder(self) -> str:
+        """Folder of the tensor index, ending with a slash; empty for a folder written by DCP alone."""
+        inside = f"{names.TENSORS}/"
+        return inside if f"{inside}{names.TENSOR_INDEX}" in self.sizes else ""
+
+    @property
+    def tensor_index(self) -> str:
+        """The index of the tensors: the pickle only where there is no JSON, as in checkpoints of earlier versions."""
+        name = f"{self.tensor_folder}{names.TENSOR_INDEX_JSON}"
+        return name if name in self.sizes else f"{self.tensor_folder}{names.TENSOR_INDEX}"
+
+    def read(self, name: str, *, limit: int) -> bytearray:
+        """A whole small file."""
+        if self.sizes.get(name, 0) > limit:
+            raise CheckpointError(
+                f"{self.path / name} has {self.sizes[name]} bytes, more than the {limit} that such a file may have."
+            )
+        return self.read_range(name, 0, self.sizes.get(name, 0))
+
+    def read_range(self, name: str, offset: int, length: int) -> bytearray:
+        """Part of a file; raises CheckpointError if it is not what was committed."""
+        if name not in self.sizes:
+            raise CheckpointError(f"{self.path / name} is missing.")
+        if offset < 0 or length < 0 or offset + length > self.sizes[name]:
+            raise CheckpointError(f"{self.path / name} ends before byte {offset + length}.")
+        content = bytearray(length)
+        first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        for number in range(first, last + 1):
+            start = number * BLOCK_BYTES
+            begin, end = max(offset, start), min(offset + length, start + BLOCK_BYTES)
+            block = self._block(name, number, keep=number in (first, last))
+            content[begin - offset : end - offset] = memoryview(block)[begin - start : end - start]
+        return content
+
+    def _block(self, name: str, number: int, *, keep: bool) -> bytes:
+        """`keep` caches the block: the next piece probably begins in it, or another thread needs it now."""
+        if not keep:
+            return self._read_block(name, number)
+        with self._lock:
+            reading = self._cache.get((name, number))
+            mine = reading is None
+            if reading is None:
+                reading = self._cache[name, number] = Future()
+                while len(self._cache) > _CACHED_BLOCKS:
+                    self._cache.popitem(last=False)
+        if mine:
+            try:
+                reading.set_result(self._read_block(name, number))
+            except BaseException as error:  # noqa: BLE001 - raised below, and in every thread that waits
+                reading.set_exception(error)
+        return reading.result()
+
+    def _read_block(self, name: str, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        length = min(BLOCK_BYTES, self.sizes[name] - start)
+        try:
+            with open_regular(self.path / name, follow_links=False) as file:
+                block = os.pread(file.fileno(), length, start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}.") from error
+        with self._lock:
+            self.bytes_read += len(block)
+        expected = self._expected(name)
+        if len(block) != length or (expected is not None and hashlib.sha256(block).hexdigest() != expected[number]):
+            raise CheckpointError(
+                f"{self.path / name} does not match its SHA-256: it was damaged, or changed after it was verified. "
+                f"Nothing of it is used. Use another checkpoint; `nsa checkpoint ls` shows which there are."
+            )
+        return block
+
+    def _expected(self, name: str) -> tuple[str, ...] | None:
+        if self.manifest is None:
+            return None
+        entry = self.manifest.files[name]
+        if entry.sha256 is None:
+            return entry.blocks
+        with self._lock:
+            if name not in self._digests:
+                # The first format has one hash per file: blocks hashed in the same pass are as good as it is.
+                hashes = hash_blocks(LocalFiles(self.path).chunks(name), whole=True)
+                if not same_content(entry, hashes):
+                    raise CheckpointError(f"{self.path / name} does not match its SHA-256.")
+                self._digests[name] = hashes.blocks
+            return self._digests[name]
+
+
+def read_index(files: VerifiedFiles, name: str | None = None) -> Metadata:
+    """The index of a checkpoint's tensors, or one form of it; raises CheckpointError if it cannot be trusted."""
+    name, folder = name or files.tensor_index, files.tensor_folder
+    sizes = {
+        name.removeprefix(folder): size
+        for name, size in files.sizes.items()
+        if name.startswith(folder) and name.endswith(names.TENSOR_FILES)
+    }
+    if name not in files.sizes:
+        raise CheckpointError(f"{files.path} holds no tensors: {names.TENSORS}/{names.TENSOR_INDEX} is missing.")
+    raw = files.read(name, limit=largest_index(sum(sizes.values()), len(sizes)))
+    return parse_index(raw, sizes, files.path / name)
+
+
+def _read_piece(files: VerifiedFiles, where: PieceLocation) -> object:
+    """A tensor, or a plain value, from its location in a `.distcp` file."""
+    name = f"{files.tensor_folder}{where.relative_path}"
+    return parse_plain(files.read_range(name, where.offset, where.length), files.path / name)
+
+
+def read_trainer_state(files: VerifiedFiles, rank: int) -> object:
+    """The engine's state of a rank; that of rank 0 if the saving run had no such rank. None if there is neither."""
+    for name in (names.trainer_state(rank), names.trainer_state(0)):
+        if name in files.sizes:
+            return parse_plain(files.read(name, limit=LARGEST_RANK_FILE_BYTES), files.path / name)
+    return None
+
+
+def parse_plain(raw: bytearray, where: Path) -> object:
+    """Tensors and plain values from the bytes of a file of torch.save; `where` is for messages."""
+    try:
+        return read_torch_file(raw)
+    except PickleRefused as error:
+        raise CheckpointError(f"{where} cannot be loaded safely: {error}.") from error
+
+
+def require_harmless(files: VerifiedFiles, *, pieces: bool = True, rank: int = 0, world: int = 1) -> Metadata:
+    """Raise CheckpointError, naming the file, for anything that does not belong in a checkpoint or cannot be loaded.
+
+    Returns the index of the tensors. `pieces=False` leaves out the pieces of tensors, of which a large run has
+    millions, and the form of the index that is not used: they are checked when they are loaded. The ranks of a run
+    divide the trainer states, one file per rank that saved, among them.
+    """
+    states = sorted(name for name in files.sizes if name.endswith(".pt"))
+    for name in states[rank::world]:
+        parse_plain(files.read(name, limit=LARGEST_RANK_FILE_BYTES), files.path / name)
+    for name, size in files.sizes.items():
+        if not names.is_known_file(name):
+            raise CheckpointError(f"{files.path} holds {name!r}, which does not belong in a checkpoint.")
+        if name.endswith(".json") and name != names.COMMIT and size > LARGEST_JSON_BYTES:
+            raise CheckpointError(f"{files.path / name} has {size} bytes: a record has at most {LARGEST_JSON_BYTES}.")
+    index = read_index(files)
+    folder, used = files.tensor_folder, {where.relative_path for where in index.storage_data.values()}
+    for name, size in files.sizes.items():  # a replica that had nothing to add leaves empty files
+        inside = name.startswith(folder) and name.removeprefix(folder) in used
+        if name.endswith(names.TENSOR_FILES) and size and not inside:
+            raise CheckpointError(f"{files.path / name} is not in the index of tensors.")
+    if pieces:
+        pickled = f"{folder}{names.TENSOR_INDEX}"
+        if pickled != files.tensor_index and read_index(files, pickled) != index:
+            raise CheckpointError(f"{files.path / pickled} is not the index in {names.TENSOR_INDEX_JSON}.")
+        for where in index.storage_data.values():
+            _read_piece(files, where)
+    return index
 
 
 def require_trustworthy(
@@ -75,7 +257,7 @@ def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
             continue
         tensor = torch.empty(described.size, dtype=described.properties.dtype)
         for chunk in described.chunks:
-            piece = read_piece(files, index.storage_data[MetadataIndex(key, chunk.offsets)])
+            piece = _read_piece(files, index.storage_data[MetadataIndex(key, chunk.offsets)])
             part = tensor
             for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 part = part.narrow(dim, offset, size)
@@ -89,7 +271,7 @@ def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
 
 
 class VerifiedReader(StorageReader):
-    """DCP storage reader over `VerifiedFiles`: what DCP loads is verified as it is read, and read without pickle."""
+    """DCP storage reader over `VerifiedFiles`: what DCP loads is verified as it is read, and executes nothing."""
 
     def __init__(self, files: VerifiedFiles, index: Metadata, thread_count: int) -> None:
         self._files, self._index, self._thread_count = files, index, max(1, thread_count)
@@ -99,8 +281,6 @@ class VerifiedReader(StorageReader):
         return str(self._files.path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index.storage_meta is None:
-            self._index.storage_meta = StorageMeta()
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "torch.futures.Future[None]":
@@ -140,7 +320,7 @@ class VerifiedReader(StorageReader):
         waiting: deque[tuple[ReadItem, Future[object]]] = deque()
         with ThreadPoolExecutor(self._thread_count, thread_name_prefix="checkpoint-read") as pool:
             for item in items:
-                waiting.append((item, pool.submit(read_piece, self._files, where[item.storage_index])))
+                waiting.append((item, pool.submit(_read_piece, self._files, where[item.storage_index])))
                 if len(waiting) >= _READ_AHEAD * self._thread_count:
                     first, reading = waiting.popleft()
                     yield first, reading.result()

@@ -1,7 +1,8 @@
 """COMMIT.json: the size of every file of a checkpoint and the SHA-256 of its blocks, written last, optionally signed.
 
-Hashes (`block_hashes`) detect damage but do not authenticate the writer: whoever can write the tensors can write the
-hashes. A key (HMAC-SHA256 over this text) does.
+A file is hashed in blocks of 8 MiB, so that a rank can verify the bytes it loads without reading the rest of the file.
+A file of one block has the hash that `sha256sum` prints. Hashes detect damage but do not authenticate the writer:
+whoever can write the tensors can write the hashes. A key (HMAC-SHA256 over this text) does.
 """
 
 import hashlib
@@ -9,15 +10,15 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from nsa.errors import CheckpointError
-from nsa.files import open_regular
-from nsa_train.checkpoint.block_hashes import BLOCK_BYTES, ManifestEntry, hash_blocks, same_content
+from nsa.files import fsync_data, open_regular
 from nsa_train.names import COMMIT
 
 _FORMAT = 2
@@ -30,9 +31,105 @@ _THREADS = 4
 _DEEPEST_NAME = 16
 _FREE_CONTAINERS, _FEWEST_BYTES_PER_CONTAINER = 1000, 24
 _SHORTEST_KEY_BYTES = 16
+BLOCK_BYTES = 8 << 20
+_RawBytes = bytes | bytearray | memoryview
 
 
-class FileStore(Protocol):
+@dataclass(frozen=True)
+class ManifestEntry:
+    bytes: int
+    blocks: tuple[str, ...]
+    """SHA-256 of every block; the last one may be short, an empty file has none."""
+    sha256: str | None = None
+    """SHA-256 of the whole file, for a checkpoint of the first format whose blocks are not known."""
+
+
+def same_content(listed: ManifestEntry, actual: ManifestEntry) -> bool:
+    """Whether a file that was just hashed is the one listed."""
+    if listed.sha256 is not None:
+        return (listed.bytes, listed.sha256) == (actual.bytes, actual.sha256)
+    return (listed.bytes, listed.blocks) == (actual.bytes, actual.blocks)
+
+
+class _BlockHasher:
+    """Size and block hashes of a file given in pieces; with `whole` its own hash too."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.bytes = 0
+        self._blocks: list[str] = []
+        self._block, self._left = hashlib.sha256(), BLOCK_BYTES
+        self._entire = hashlib.sha256() if whole else None
+
+    def update(self, chunk: _RawBytes) -> None:
+        rest = memoryview(chunk).cast("B")
+        self.bytes += len(rest)
+        if self._entire is not None:
+            self._entire.update(rest)
+        while len(rest):
+            part, rest = rest[: self._left], rest[self._left :]
+            self._block.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._blocks.append(self._block.hexdigest())
+                self._block, self._left = hashlib.sha256(), BLOCK_BYTES
+
+    def entry(self) -> ManifestEntry:
+        last = (self._block.hexdigest(),) if self._left < BLOCK_BYTES else ()
+        entire = None if self._entire is None else self._entire.hexdigest()
+        return ManifestEntry(self.bytes, (*self._blocks, *last), entire)
+
+
+def hash_blocks(chunks: Iterable[_RawBytes], *, whole: bool = False) -> ManifestEntry:
+    hasher = _BlockHasher(whole=whole)
+    for chunk in chunks:
+        hasher.update(chunk)
+    return hasher.entry()
+
+
+class HashedFile:
+    """A new file that is hashed while it is written and is on the disk when the `with` block ends.
+
+    The hashes are of the bytes that the program wrote, so damage on the way to the disk is seen by every later check.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failure: OSError | None = None
+        """Why a write failed: torch.save replaces the reason by one of its own."""
+        self._hasher = _BlockHasher()
+        self._file = path.open("xb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if error is None:
+                fsync_data(self._file)
+        finally:
+            self._file.close()
+
+    def write(self, content: _RawBytes) -> int:
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._hasher.update(content)
+        return memoryview(content).nbytes
+
+    def flush(self) -> None:
+        """Do nothing: torch.save flushes after every tensor."""
+
+    def tell(self) -> int:
+        return self._hasher.bytes
+
+    def entry(self) -> ManifestEntry:
+        """Size and hashes of what has been written so far."""
+        return self._hasher.entry()
+
+
+class _FileStore(Protocol):
     """The files below one place, by name relative to it, with `/` between folders."""
 
     def files(self) -> dict[str, int]:
@@ -100,7 +197,6 @@ class CheckpointVerdict:
     where: str
     manifest: CheckpointManifest | None
     problems: tuple[str, ...]
-    signed: bool = False
 
     @property
     def good(self) -> bool:
@@ -115,8 +211,10 @@ class CheckpointVerdict:
         return self.manifest
 
 
-def read_key(file: Path) -> bytes:
-    """The signing key in a file: its content without the line end. Never printed, never logged."""
+def read_key(file: Path | None) -> bytes | None:
+    """The signing key in a file, if there is one: its content without the line end. Never printed, never logged."""
+    if file is None:
+        return None
     try:
         with open_regular(file) as content:
             key = content.read().rstrip(b"\r\n")
@@ -131,7 +229,7 @@ def read_key(file: Path) -> bytes:
 
 
 def build_manifest(
-    store: FileStore,
+    store: _FileStore,
     step: int,
     saved_at: str,
     reason: str = INTERVAL,
@@ -232,7 +330,7 @@ def _require_names_inside(names: Mapping[str, ManifestEntry]) -> None:
 
 
 def examine(
-    store: FileStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
+    store: _FileStore, *, key: bytes | None = None, step: int | None = None, deep: bool = True
 ) -> CheckpointVerdict:
     """Compare a checkpoint with its COMMIT.json, reading bytes only. `deep=False` compares names and sizes."""
     try:
@@ -248,10 +346,10 @@ def examine(
         return CheckpointVerdict(str(store), None, (f"it cannot be read: {error}",))
     if step is not None and manifest.step != step:
         problems.insert(0, f"{COMMIT} is of step {manifest.step}")
-    return CheckpointVerdict(str(store), manifest, tuple(problems), signed=key is not None)
+    return CheckpointVerdict(str(store), manifest, tuple(problems))
 
 
-def _read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointManifest:
+def _read_commit(store: _FileStore, size: int, key: bytes | None) -> CheckpointManifest:
     if size > LARGEST_COMMIT_BYTES:
         raise CheckpointError(f"{COMMIT} has {size} bytes, more than the {LARGEST_COMMIT_BYTES} allowed")
     raw = bytearray()
@@ -262,7 +360,7 @@ def _read_commit(store: FileStore, size: int, key: bytes | None) -> CheckpointMa
     return decode(bytes(raw), key)
 
 
-def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
+def _compare(store: _FileStore, manifest: CheckpointManifest, sizes: Mapping[str, int], *, deep: bool) -> Iterator[str]:
     whole = []
     for name, entry in manifest.files.items():
         size = sizes.get(name)
@@ -280,7 +378,7 @@ def _compare(store: FileStore, manifest: CheckpointManifest, sizes: Mapping[str,
         yield from wrong_hashes(store, manifest, whole)
 
 
-def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
+def wrong_hashes(store: _FileStore, manifest: CheckpointManifest, names: list[str]) -> Iterator[str]:
     """A message for each of these files that does not match its hash."""
     by_file = {name for name in names if manifest.files[name].sha256 is not None}
     for name, entry in _hash_all(store, names, by_file).items():
@@ -288,7 +386,7 @@ def wrong_hashes(store: FileStore, manifest: CheckpointManifest, names: list[str
             yield f"{name} does not match its SHA-256"
 
 
-def _hash_all(store: FileStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
+def _hash_all(store: _FileStore, names: list[str], by_file: Collection[str] = ()) -> dict[str, ManifestEntry]:
     """hashlib releases the GIL, so threads overlap both reading and hashing."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkpoint-hash") as pool:
         hashed = pool.map(lambda name: hash_blocks(store.chunks(name), whole=name in by_file), names)

@@ -46,25 +46,36 @@ class RunRecord:
     def write(self, checkpoint: Path) -> None:
         """Write state.json into a staging folder, on rank 0."""
         values = {"format": _FORMAT, "config_fingerprint": _fingerprint(self.config), **asdict(self)}
-        _write_json(checkpoint / STATE, values)
+        try:
+            content = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{STATE} can hold finite JSON values only: {error}.") from error
+        write_atomic(checkpoint / STATE, content + "\n", durable=True)
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
         """Read the record of a verified checkpoint, on any rank."""
         path = checkpoint / STATE
-        return cls.parse(_read_bytes(path), path)
+        try:
+            with open_regular(path) as file:
+                raw = file.read(LARGEST_JSON_BYTES + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from error
+        if len(raw) > LARGEST_JSON_BYTES:
+            raise CheckpointError(f"{path} has more than the {LARGEST_JSON_BYTES} bytes that a record may have.")
+        return cls.parse(raw, path)
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, path: Path) -> Self:
         """Read a record from the bytes of a file; `path` is for messages."""
-        values = _parse_json(raw, path)
         try:
+            values = json.loads(raw)
             version, config_fingerprint = values.pop("format"), values.pop("config_fingerprint")
             values["skipped_batches"] = [(int(first), int(end)) for first, end in values["skipped_batches"]]
             record = cls(**values)
             record._require_types()
             intact = _fingerprint(record.config) == config_fingerprint
-        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a record of this version: {error!r:.300}.") from error
         if version != _FORMAT:
             raise CheckpointError(f"{path} has format {version!r:.80}, this version reads {_FORMAT}.")
@@ -84,32 +95,3 @@ class RunRecord:
         ids = self.more.get(VOCAB_SIZE, 1)
         if type(ids) is not int or not 0 < ids <= _LARGEST_VOCABULARY:
             raise TypeError(f"{VOCAB_SIZE} is {ids!r:.80}")
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    try:
-        content = json.dumps(values, indent=1, sort_keys=True, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path.name} can hold finite JSON values only: {error}.") from error
-    write_atomic(path, content + "\n", durable=True)
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        with open_regular(path) as file:
-            raw = file.read(LARGEST_JSON_BYTES + 1)
-        if len(raw) > LARGEST_JSON_BYTES:
-            raise CheckpointError(f"{path} has more than the {LARGEST_JSON_BYTES} bytes that a record may have.")
-        return raw
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-
-
-def _parse_json(raw: bytes | bytearray, path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a record.")
-    return values

@@ -6,7 +6,6 @@ that DCP gathers anyway, so a save has no collective of its own.
 
 import math
 import os
-import pickle
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,27 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from nsa.errors import CheckpointError
 from nsa_train import names
-from nsa_train.checkpoint.block_hashes import HashedFile, ManifestEntry
-from nsa_train.checkpoint.pieces import share
-from nsa_train.checkpoint.store_copy import CopyResult, StoreCopy
+from nsa_train.checkpoint.manifest import HashedFile, ManifestEntry
+from nsa_train.checkpoint.save_plan import share
+from nsa_train.checkpoint.tensor_index import PieceWritten, write_index
+from nsa_train.checkpoint.transfer import CopyResult, StoreCopy
 
 _THREADS = 4
 _SMALLEST_FILE_BYTES = 64 << 20
 """A rank writes as many files as it has threads, but none smaller than this beside another."""
 
 
-PieceWritten = tuple[str, tuple[int, ...] | None, str, int, int]
-"""Name and offsets of the piece (None for what is no tensor), file, first byte, length."""
-
-
 @dataclass(frozen=True)
-class WrittenFiles:
+class _WrittenFiles:
     """Files that one rank has written: places of its pieces, and hashes of the files by name."""
 
     pieces: list[PieceWritten]
@@ -77,15 +71,15 @@ class HashingWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """A future of `WrittenFiles`; it is done."""
+        """A future of `_WrittenFiles`; it is done."""
         names.tensors_of(self._checkpoint).mkdir(parents=True, exist_ok=True)
         files = _divide(plan.items, self._thread_count)
         with ThreadPoolExecutor(self._thread_count, thread_name_prefix="checkpoint-write") as pool:
             written = list(pool.map(lambda number: self._write(number, files[number], planner), range(len(files))))
         hashes = self._hashed | {name: entry for name, _, entry in written}
         failure = None if self._copy is None else self._copy.upload(self._checkpoint, hashes)
-        future: torch.futures.Future[WrittenFiles] = torch.futures.Future()
-        future.set_result(WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
+        future: torch.futures.Future[_WrittenFiles] = torch.futures.Future()
+        future.set_result(_WrittenFiles([piece for _, pieces, _ in written for piece in pieces], hashes, failure))
         return future
 
     def _write(
@@ -109,15 +103,16 @@ class HashingWriter(StorageWriter):
         return f"{names.TENSORS}/{name}", pieces, file.entry()
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """Write the index; on rank 0, with the `WrittenFiles` of every rank."""
-        written: list[WrittenFiles] = results
+        """Write the index; on rank 0, with the `_WrittenFiles` of every rank."""
+        written: list[_WrittenFiles] = results
         for rank in written:
             self.hashes.update(rank.hashes)
             if rank.copy_failure is not None:
                 self.copy_failures.append(rank.copy_failure)
         self._uploaded = [] if self._copy is None else list(self.hashes)
-        name = f"{names.TENSORS}/{names.TENSOR_INDEX}"
-        self.hashes[name] = write_index(self._checkpoint / name, metadata, written)
+        pieces = (piece for rank in written for piece in rank.pieces)
+        index = write_index(names.tensors_of(self._checkpoint), metadata, pieces)
+        self.hashes |= {f"{names.TENSORS}/{name}": entry for name, entry in index.items()}
         # DCP sends the index to all ranks, where nothing reads it: a large run has 100 MB of it.
         metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
 
@@ -131,38 +126,6 @@ class HashingWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-def write_index(path: Path, metadata: Metadata, written: Sequence[WrittenFiles]) -> ManifestEntry:
-    """Write DCP's index of the tensors that these ranks have written."""
-    metadata.storage_data = _locations(metadata, written)
-    metadata.storage_meta = StorageMeta()
-    with HashedFile(path) as file:
-        pickle.dump(metadata, file)
-    return file.entry()
-
-
-def _locations(metadata: Metadata, written: Sequence[WrittenFiles]) -> dict[MetadataIndex, _StorageInfo]:
-    """Location of each piece. Strings and offsets are those of `metadata`: pickle writes an object once."""
-    known = {name: name for name in metadata.state_dict_metadata}
-    offsets = {
-        chunk.offsets: chunk.offsets
-        for described in metadata.state_dict_metadata.values()
-        if isinstance(described, TensorStorageMetadata)
-        for chunk in described.chunks
-    }
-
-    def index(name: str, at: tuple[int, ...] | None) -> MetadataIndex:
-        entry = MetadataIndex(known[name])
-        if at is not None:
-            object.__setattr__(entry, "offset", offsets[torch.Size(at)])  # its constructor would make a copy
-        return entry
-
-    return {
-        index(name, at): _StorageInfo(file, start, length)
-        for rank in written
-        for name, at, file, start, length in rank.pieces
-    }
 
 
 def _write_item(file: HashedFile, value: object, item: WriteItem) -> None:

@@ -15,9 +15,8 @@ from torch import Tensor
 from nsa.errors import CheckpointError, NSAError
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFinding, open_folder, resolve_links
-from nsa_train.checkpoint.load import read_model, read_record, require_trustworthy
+from nsa_train.checkpoint.load import VerifiedFiles, read_model, read_record, require_trustworthy
 from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
-from nsa_train.checkpoint.verified_files import VerifiedFiles
 from nsa_train.config.schema import RunConfig
 
 if TYPE_CHECKING:  # needs numpy, which `nsa checkpoint` does without
@@ -98,7 +97,9 @@ def find_checkpoint(
     source = resolve_links(path)
     if names.step_of(source.name) is not None or (source / names.COMMIT).exists():
         return source
-    newest = open_folder(path, key=key).find_resumable(lambda checkpoint: require_trustworthy(checkpoint, key=key))
+    newest = open_folder(path, key=key).find_resumable(
+        lambda checkpoint: require_trustworthy(checkpoint, key=key, deep=False)
+    )
     for finding in newest.passed_over:
         on_rejected(finding)
     if newest.path is None:

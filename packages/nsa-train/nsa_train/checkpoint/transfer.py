@@ -1,4 +1,4 @@
-"""Copies checkpoints to and from an object store (`nsa checkpoint push` and `pull`): `s3://bucket/path/step200/…`.
+"""Copies checkpoints to and from an object store, also while they are saved: `s3://bucket/path/step200/…`.
 
 An object store has no rename, so COMMIT.json is written last, and only if there is none yet: a prefix without it is not
 a checkpoint, however many objects it has, and of two writers the second gets an error. A killed upload may leave parts
@@ -8,11 +8,12 @@ The store is not trusted: listings, names, sizes and received bytes are bounded,
 folder before it was read the way it would be loaded.
 """
 
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from nsa_train.checkpoint.manifest import (
 )
 from nsa_train.storage import StorageAddress, boto3_client
 
+_log = logging.getLogger(__name__)
+
 _MAX_TRIED = 50
+_MOST_SHOWN = 3
+"""Reasons and files shown of a copy that failed: there may be thousands."""
 _MAX_OBJECTS = 200_000  # of a checkpoint of ten thousand ranks
 _MAX_PAGES = 1_000
 _MAY_PASS = (408, 429)  # status codes of requests that may succeed later
@@ -151,22 +156,90 @@ def push(checkpoint: Path, checkpoints_url: str, *, key: bytes | None = None, cl
     """Copy a committed checkpoint into a store; complete when COMMIT.json is there. Idempotent."""
     step = names.step_of(checkpoint.resolve().name)
     manifest = examine(LocalFiles(checkpoint), key=key, step=step).require_good()
-    commit = (checkpoint / names.COMMIT).read_bytes()
     there = S3Prefix(checkpoints_url, client).child(names.step_name(manifest.step))
-    present = there.files()
-    if names.COMMIT in present:
-        if there.read_bytes(names.COMMIT, limit=LARGEST_COMMIT_BYTES) != commit:
+    if there.has(names.COMMIT):
+        if there.read_bytes(names.COMMIT, limit=LARGEST_COMMIT_BYTES) != (checkpoint / names.COMMIT).read_bytes():
             raise CheckpointError(f"{there} already holds another checkpoint. Remove it, or use another place.")
         examine(there, key=key, step=step, deep=False).require_good()
         return there
-    there.delete(sorted(present))  # left by a killed copy
     for name in manifest.files:
         there.upload(checkpoint / name, name)
-    if wrong := {name for name, size in there.files().items() if manifest.files[name].bytes != size}:
-        raise CheckpointError(f"{there}: {', '.join(sorted(wrong))} did not arrive whole; nothing was committed.")
-    if not there.put_if_absent(names.COMMIT, commit):
-        raise CheckpointError(f"{there} was committed by another writer meanwhile: theirs stays.")
+    _commit(checkpoint, manifest, there)
     return there
+
+
+def _commit(checkpoint: Path, manifest: CheckpointManifest, there: S3Prefix) -> None:
+    """Write COMMIT.json into a store that has all other files."""
+    present = there.files()
+    there.delete(sorted(present.keys() - manifest.files.keys()))  # left by a killed copy, or by another number of ranks
+    if wrong := sorted(name for name, entry in manifest.files.items() if present.get(name) != entry.bytes):
+        raise CheckpointError(f"{there}: {', '.join(wrong[:_MOST_SHOWN])} did not arrive whole; nothing was committed.")
+    if not there.put_if_absent(names.COMMIT, (checkpoint / names.COMMIT).read_bytes()):
+        raise CheckpointError(f"{there} was committed by another writer meanwhile: theirs stays.")
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """How the copy of a checkpoint ended."""
+
+    step: int
+    path: Path
+    """The local checkpoint."""
+    address: str
+    failure: str | None = None
+    """Why the store does not have it; None if it does."""
+
+
+class StoreCopy:
+    """Copies a checkpoint to an object store while it is saved. One object per save and rank.
+
+    Each rank uploads the files that it wrote, and rank 0 commits the copy after the local commit. A copy that fails is
+    reported and given up: it never fails the save, whose checkpoint is in the run folder.
+    """
+
+    def __init__(self, checkpoints_url: str, step: int, client: Any = None) -> None:
+        self._url, self._step, self._client = checkpoints_url, step, client
+        self._opened: S3Prefix | None = None
+
+    def __str__(self) -> str:
+        folder = self._url.partition("?")[0].rstrip("/")  # without the options of the address
+        return f"{folder}/{names.step_name(self._step)}"
+
+    def upload(self, checkpoint: Path, files: Iterable[str]) -> str | None:
+        """Upload files of this rank; why it failed, or None. On every rank, in the thread that writes."""
+        try:
+            there = self._there()
+            if there.has(names.COMMIT):
+                return f"{there} already holds a checkpoint, which is not replaced"
+            for name in files:
+                there.upload(checkpoint / name, name)
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def finish(self, checkpoint: Path, uploaded: Iterable[str], failures: Iterable[str]) -> CopyResult:
+        """Upload what no rank has uploaded, and commit the copy. On rank 0."""
+        try:
+            if reasons := sorted(set(failures)):
+                more = [f"and {len(reasons) - _MOST_SHOWN} more"] if len(reasons) > _MOST_SHOWN else []
+                raise CheckpointError("; ".join([*reasons[:_MOST_SHOWN], *more]))
+            manifest = examine(LocalFiles(checkpoint), step=self._step, deep=False).require_good()
+            if failure := self.upload(checkpoint, sorted(manifest.files.keys() - set(uploaded))):
+                raise CheckpointError(failure)
+            _commit(checkpoint, manifest, self._there())
+        except (CheckpointError, OSError) as error:
+            _log.warning(
+                "%s was not copied to %s (%s). The checkpoint itself is good; copy it with: nsa checkpoint push %s %s",
+                names.step_name(self._step), self._url, error, checkpoint, self._url,
+            )  # fmt: skip
+            return CopyResult(self._step, checkpoint, str(self), str(error))
+        _log.info("copied %s to %s", names.step_name(self._step), self)
+        return CopyResult(self._step, checkpoint, str(self))
+
+    def _there(self) -> S3Prefix:
+        if self._opened is None:
+            self._opened = S3Prefix(self._url, self._client).child(names.step_name(self._step))
+        return self._opened
 
 
 def pull(

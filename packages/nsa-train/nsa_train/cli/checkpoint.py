@@ -99,7 +99,7 @@ def verify(
         wanted = [folder.step_path(step) for step in folder.steps()]
     if not wanted:
         raise CheckpointError(f"{path} holds no checkpoint, so there is nothing to verify.")
-    key = read_key(key_file) if key_file else None
+    key = read_key(key_file)
     verdicts: list[dict[str, Any]] = []
     for checkpoint in wanted:
         try:
@@ -151,7 +151,7 @@ def export(
     from nsa_train.checkpoint.manifest import read_key
     from nsa_train.checkpoint.trained_model import find_checkpoint
 
-    key = read_key(key_file) if key_file else None
+    key = read_key(key_file)
     if allow_foreign:
         source = resolve_links(checkpoint)
     else:
@@ -174,7 +174,7 @@ def push(
     from nsa_train.checkpoint.manifest import read_key
     from nsa_train.checkpoint.transfer import push as copy
 
-    print_line(f"wrote {copy(resolve_links(checkpoint), url, key=read_key(key_file) if key_file else None)}")
+    print_line(f"wrote {copy(resolve_links(checkpoint), url, key=read_key(key_file))}")
 
 
 @app.command()
@@ -198,7 +198,7 @@ def pull(
     from nsa_train.checkpoint.transfer import pull as copy
     from nsa_train.names import CHECKPOINTS
 
-    key = read_key(key_file) if key_file else None
+    key = read_key(key_file)
     with RunLock(run):
         limit = None if max_gib is None else int(max_gib * GIB)
         result = copy(url, CheckpointFolder(run / CHECKPOINTS, key=key), key=key, max_bytes=limit)
@@ -231,4 +231,4 @@ def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":
     from nsa_train.checkpoint.folder import open_folder
     from nsa_train.checkpoint.manifest import read_key
 
-    return open_folder(run, key=read_key(key_file) if key_file else None)
+    return open_folder(run, key=read_key(key_file))

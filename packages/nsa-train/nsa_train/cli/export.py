@@ -55,7 +55,7 @@ def export_hf(
         tokenizer=tokenizer,
         remote_code=remote_code,
         overwrite=overwrite,
-        key=read_key(key_file) if key_file else None,
+        key=read_key(key_file),
         on_rejected=print_rejected,
     )
     print_line(f"wrote {out} from {exported.path.name}")
@@ -78,6 +78,6 @@ def import_hf(
     from nsa_train.checkpoint.manifest import read_key
     from nsa_train.convert.import_folder import import_folder
 
-    imported = import_folder(folder, out, key=read_key(key_file) if key_file else None)
+    imported = import_folder(folder, out, key=read_key(key_file))
     tensors = sum(tensor.numel() for tensor in imported.tensors.values())
     print_line(f"wrote {out} ({tensors:,} parameters); start a run with: nsa train CONFIG --init-from {out}")

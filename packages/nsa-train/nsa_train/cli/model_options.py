@@ -42,7 +42,7 @@ def open_model(
             device=device,
             dtype=dtype,
             tokenizer=tokenizer,
-            key=read_key(key_file) if key_file else None,
+            key=read_key(key_file),
             on_rejected=print_rejected,
             needs_text=needs_text,
         )
@@ -58,6 +58,6 @@ def open_reference(path: Path, loaded: "LoadedModel", *, key_file: Path | None) 
             path,
             device=loaded.model.device,
             dtype=loaded.model.dtype,
-            key=read_key(key_file) if key_file else None,
+            key=read_key(key_file),
             on_rejected=print_rejected,
         )

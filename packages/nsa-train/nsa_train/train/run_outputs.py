@@ -16,7 +16,7 @@ from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
 from nsa.kernels.registry import BackendChoice
 from nsa_train import names
 from nsa_train.checkpoint.load import export
-from nsa_train.checkpoint.store_copy import CopyResult
+from nsa_train.checkpoint.transfer import CopyResult
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.rows.specs import RowData
 from nsa_train.data.saved_tokenizer import tokenizer_record

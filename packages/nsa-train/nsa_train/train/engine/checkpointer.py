@@ -23,26 +23,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from olmo_core.distributed.utils import all_gather_object, broadcast_object, get_rank, get_world_size
 from olmo_core.io import is_url
-from olmo_core.train.checkpoint import Checkpointer, CheckpointerConfig, CheckpointMetadata
+from olmo_core.train.checkpoint import Checkpointer, CheckpointMetadata
 from olmo_core.train.train_module import TrainModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nsa.errors import CheckpointError
 from nsa_train import names
-from nsa_train.checkpoint.block_hashes import HashedFile, ManifestEntry
 from nsa_train.checkpoint.folder import CheckpointFolder, ResumableCheckpoint, RetentionPolicy
-from nsa_train.checkpoint.load import VerifiedReader, open_checkpoint, read_record, require_trustworthy
-from nsa_train.checkpoint.manifest import INTERVAL, CheckpointManifest, LocalFiles, read_key, wrong_hashes
-from nsa_train.checkpoint.pickle_scan import parse_plain, read_trainer_state, require_harmless
+from nsa_train.checkpoint.load import (
+    LARGEST_RANK_FILE_BYTES,
+    VerifiedFiles,
+    VerifiedReader,
+    open_checkpoint,
+    parse_plain,
+    read_record,
+    read_trainer_state,
+    require_harmless,
+    require_trustworthy,
+)
+from nsa_train.checkpoint.manifest import (
+    INTERVAL,
+    CheckpointManifest,
+    HashedFile,
+    LocalFiles,
+    ManifestEntry,
+    read_key,
+    wrong_hashes,
+)
 from nsa_train.checkpoint.run_state import RunRecord
 from nsa_train.checkpoint.save import HashingWriter
 from nsa_train.checkpoint.save_plan import SavePlanCache, SharedSavePlanner
-from nsa_train.checkpoint.store_copy import CopyResult, StoreCopy
-from nsa_train.checkpoint.verified_files import LARGEST_RANK_FILE_BYTES, VerifiedFiles
+from nsa_train.checkpoint.transfer import CopyResult, StoreCopy
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.train.engine import PathOrStr
@@ -50,22 +64,6 @@ from nsa_train.train.engine import PathOrStr
 log = logging.getLogger(__name__)
 
 _READING_THREADS = 4
-
-
-@dataclass
-class VerifiedCheckpointerConfig(CheckpointerConfig):
-    key_file: str | None = None
-    keep_last: int = 3
-    keep_every: int = 0
-    allow_foreign: bool = False
-
-    def build(self, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> "VerifiedCheckpointer":
-        values = {**self.as_dict(exclude_none=True, recurse=False), **kwargs}
-        retention = RetentionPolicy(values.pop("keep_last"), values.pop("keep_every"))
-        key_file = values.pop("key_file", None)
-        key = read_key(Path(key_file)) if key_file else None
-        values["work_dir"] = Path(values["work_dir"])
-        return VerifiedCheckpointer(process_group=process_group, key=key, retention=retention, **values)
 
 
 @dataclass
@@ -328,4 +326,5 @@ def make_checkpointer(
 
 def signing_key(config: RunConfig) -> bytes | None:
     """The key that checkpoints are signed with, if one is configured."""
-    return read_key(Path(config.train.checkpoint_key_file)) if config.train.checkpoint_key_file else None
+    file = config.train.checkpoint_key_file
+    return read_key(Path(file) if file else None)

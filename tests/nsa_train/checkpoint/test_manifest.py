@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.checkpoint.block_hashes import BLOCK_BYTES, HashedFile, ManifestEntry, hash_blocks
+from nsa_train.checkpoint.manifest import BLOCK_BYTES, HashedFile, ManifestEntry, hash_blocks
 
 
 def expected(content: bytes) -> ManifestEntry:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from nsa.errors import CheckpointError
-from nsa_train.checkpoint.block_hashes import BLOCK_BYTES
-from nsa_train.checkpoint.manifest import LocalFiles, build_manifest, decode, encode, examine
-from nsa_train.checkpoint.verified_files import VerifiedFiles
+from nsa_train.checkpoint.load import VerifiedFiles
+from nsa_train.checkpoint.manifest import BLOCK_BYTES, LocalFiles, build_manifest, decode, encode, examine
 
 NAME = "model_and_optim/__0_0.distcp"
 SIZE = 2 * BLOCK_BYTES + 12345
