@@ -35,7 +35,7 @@ from tools.docs.setting_pages import PAGES
 from nsa_train.config.schema import RunConfig, settings
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa_train.convert.model_settings import exported_config, model_settings
+from nsa_train.convert.export_folder import exported_config, model_settings
 from nsa.hf.configuration import NSAConfig
 from nsa_train.infer.evaluation.layer_harm import _OF_SPARSE_LAYERS
 from nsa_train.run_model import build_model
@@ -90,7 +90,7 @@ from tools.docs.setting_pages import PAGES
 from nsa_train.config.schema import RunConfig
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
-from nsa_train.convert.model_settings import exported_config
+from nsa_train.convert.export_folder import exported_config
 from nsa.hf.configuration import NSAConfig
 from nsa_train.run_model import build_model
 from nsa_train.planning.activations import ForwardPass, activations

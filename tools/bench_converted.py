@@ -29,7 +29,7 @@ from nsa.hf.cache import cache_layers
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.options import AttentionKind
 from nsa.token_counts import parse_lengths, spell
-from nsa_train.convert.dense.conversion_record import CONVERSION, ConversionRecord
+from nsa_train.convert.dense.convert_folder import CONVERSION, ConversionRecord
 from nsa_train.convert.dense.source_folder import parse_source_config
 from nsa_train.convert.export_folder import DTYPES
 from nsa_train.convert.import_folder import read_config

@@ -17,7 +17,8 @@ pytest.importorskip("transformers", reason="exported folders are in the hf extra
 
 from nsa.errors import NSAError
 from nsa_train import names
-from nsa_train.convert.export_folder import CONFIG, export_folder
+from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.folder_files import CONFIG
 from nsa_train.convert.import_folder import import_folder, open_exported
 from nsa_train.convert.tokenizer_files import TOKENIZER_CONFIG
 from nsa_train.convert.training_record import TRAINING_RECORD

@@ -9,8 +9,7 @@ pytest.importorskip("transformers", reason="in the hf extra")
 
 from nsa.errors import ConfigError
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
-from nsa_train.convert.dense.conversion_record import CONVERSION
-from nsa_train.convert.dense.convert_folder import convert_folder
+from nsa_train.convert.dense.convert_folder import CONVERSION, convert_folder
 from nsa_train.infer.evaluation.layer_harm import with_layer_kinds
 from nsa_train.infer.load_model import load_model
 from tests.nsa_train.convert.dense_sources import save_dense, token_ids

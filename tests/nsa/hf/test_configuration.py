@@ -12,7 +12,7 @@ from nsa.hf.cache import NSACacheLayer
 from nsa.hf.configuration import NSAConfig
 from nsa_train.config.model_sections import ModelConfig, RopeScalingConfig, SparseAttentionConfig
 from nsa_train.config.schema import RunConfig, TrainConfig
-from nsa_train.convert.model_settings import exported_config
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.run_model import build_model
 from tests.nsa.hf.tiny_model import tiny_config
 

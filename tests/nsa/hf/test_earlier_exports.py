@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 import nsa.hf  # noqa: F401 (registers)
 from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.config.schema import RunConfig
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.convert.import_folder import open_exported, run_config
-from nsa_train.convert.model_settings import exported_config
 from nsa_train.run_model import build_model
 from tests.nsa.hf import earlier_exports as earlier
 

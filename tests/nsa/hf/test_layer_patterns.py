@@ -12,7 +12,7 @@ from nsa.hf.remote_code import remote_code_files
 from nsa.hf.weight_names import to_transformers
 from nsa.options import ATTENTION_KINDS
 from nsa_train.config.schema import RunConfig
-from nsa_train.convert.model_settings import exported_config
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.run_model import build_model
 
 PATTERN = list(ATTENTION_KINDS)

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM
 import nsa.hf
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
-from nsa_train.convert.export_folder import export_folder
+from nsa_train.convert.export_folder import export_folder, exported_config
 from nsa_train.convert.import_folder import import_folder
-from nsa_train.convert.model_settings import exported_config
 from tests.trained_runs import files_of, save_run, settings
 
 ROOT = Path(__file__).parents[3]

@@ -10,7 +10,7 @@ from nsa.core.rope import RotaryEmbedding
 from nsa.errors import ConfigError
 from nsa.model.transformer import NSATransformer
 from nsa_train.config.schema import RunConfig
-from nsa_train.convert.model_settings import exported_config
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.run_model import build_model
 from tests.attention_options import FAMILIES
 

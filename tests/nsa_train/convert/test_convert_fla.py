@@ -15,8 +15,7 @@ from nsa.errors import CheckpointError, ConfigError
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
-from nsa_train.convert.dense.convert_folder import convert_folder
-from nsa_train.convert.dense.dense_export import export_dense
+from nsa_train.convert.dense.convert_folder import convert_folder, export_dense
 from nsa_train.infer.load_model import load_model
 
 HEAD_DIM, BLOCK, N_BLOCKS, WINDOW = 8, 8, 4, 12

@@ -17,9 +17,7 @@ pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from transformers import AutoModelForCausalLM
 
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
-from nsa_train.convert.dense.conversion_record import CONVERSION
-from nsa_train.convert.dense.convert_folder import convert_folder
-from nsa_train.convert.dense.dense_export import export_dense
+from nsa_train.convert.dense.convert_folder import CONVERSION, convert_folder, export_dense
 from nsa_train.convert.export_folder import export_folder
 from nsa_train.convert.import_folder import import_folder, open_exported
 from nsa_train.convert.tokenizer_files import tokenizer_files

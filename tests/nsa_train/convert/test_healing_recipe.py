@@ -13,9 +13,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa_train.config import load
 from nsa_train.convert.dense.conversion_plan import ConversionOptions
-from nsa_train.convert.dense.convert_folder import convert_folder
-from nsa_train.convert.dense.dense_export import export_dense
-from nsa_train.convert.dense.healing_recipe import RUN_CONFIG, WARMUP_CONFIG
+from nsa_train.convert.dense.convert_folder import RUN_CONFIG, WARMUP_CONFIG, convert_folder, export_dense
 from nsa_train.convert.export_folder import export_folder
 from tests.nsa_train.convert.dense_sources import save_dense
 from tests.nsa_train.train.runs import Job, run_all

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.convert.model_settings import exported_config
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.data.tokenizer import ByteTokenizer
 
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
@@ -14,8 +14,7 @@ from huggingface_hub import ModelCard
 
 from nsa.errors import CheckpointError
 from nsa_train.checkpoint.trained_model import open_trained_model
-from nsa_train.convert.model_card import model_card
-from nsa_train.convert.training_record import TrainingRecord, _public_settings, record_of
+from nsa_train.convert.training_record import TrainingRecord, _public_settings, model_card, record_of
 from nsa_train.record.evaluations import evaluation_file, merge_results
 from tests.trained_runs import save_run, settings
 
@@ -76,7 +75,7 @@ def test_results_of_evaluations_are_shown_and_kept(run):
 def render(record: TrainingRecord, **changes: object) -> str:
     config = exported_config(settings(), 257, 256)
     options = dict(parameters=12_345, dtype="float32", tokenizer=ByteTokenizer(), remote_code=False)
-    return model_card(record, config, **{**options, **changes})
+    return "\n".join(model_card(record, config, **{**options, **changes})) + "\n"
 
 
 def test_the_card_has_every_figure(run):

@@ -13,8 +13,7 @@ from nsa.options import SELECTING_KINDS
 from nsa_train.cli.outputs import ProgressLine, print_json, print_line, require_writable_folder
 
 if TYPE_CHECKING:
-    from nsa_train.convert.dense.convert_folder import ConvertedModel
-    from nsa_train.convert.dense.dense_export import DenseExport
+    from nsa_train.convert.dense.convert_folder import ConvertedModel, DenseExport
 
 
 def convert(
@@ -105,7 +104,7 @@ def _to_sparse(source: Path, out: Path, values: dict[str, Any], overwrite: bool,
 
 def _to_dense(source: Path, out: Path, like: Path | None, overwrite: bool, as_json: bool) -> None:
     with ProgressLine(f"reading {source}") as progress:
-        from nsa_train.convert.dense.dense_export import export_dense
+        from nsa_train.convert.dense.convert_folder import export_dense
         from nsa_train.infer.generate import silence_transformers
 
         silence_transformers()

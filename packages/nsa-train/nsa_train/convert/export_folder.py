@@ -3,36 +3,44 @@
 The checkpoint is verified first and nothing in it is executed. The folder appears complete or not at all.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from nsa.errors import CheckpointError, ConfigError
-from nsa.hf.configuration import NSAConfig
+from nsa.hf.configuration import LAYER_OPTIONS, NSAConfig
 from nsa.hf.remote_code import AUTO_MAP, remote_code_files
 from nsa.hf.weight_names import HEAD, to_transformers
 from nsa_train.checkpoint.folder import CheckpointFinding
 from nsa_train.checkpoint.trained_model import TrainedModel, open_trained_model
-from nsa_train.convert.dense.copied_files import COPIED_FILES
-from nsa_train.convert.folder_files import read_json
-from nsa_train.convert.model_card import model_card
-from nsa_train.convert.model_settings import exported_config
-from nsa_train.convert.output_folder import new_folder
-from nsa_train.convert.tokenizer_files import tokenizer_files
-from nsa_train.convert.training_record import TRAINING_RECORD, record_of, require_license
+from nsa_train.config.schema import RunConfig
+from nsa_train.convert.folder_files import CONFIG, new_folder, read_json
+from nsa_train.convert.tokenizer_files import COPIED_FILES, tokenizer_files
+from nsa_train.convert.training_record import TRAINING_RECORD, model_card, record_of, require_license
 from nsa_train.convert.weight_files import write_weights
 from nsa_train.data.saved_tokenizer import choose_tokenizer
 from nsa_train.data.tokenizer import Tokenizer
 
-CONFIG = "config.json"
 CARD = "README.md"
 ARCHITECTURE = "NSAForCausalLM"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_SHARD_BYTES = 5 * 10**9
+_MODEL_SETTINGS = {
+    "num_hidden_layers": "n_layers",
+    "intermediate_size": "ffn_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+    "post_norm": "post_norm",
+    "ffn_bias": "ffn_bias",
+    "window": "window",
+    "attention": "attention",
+    "rope_layers": "rope_layers",
+}
+"""Settings of `model` beside the options of the attention, by their names in `NSAConfig`."""
 
 
 def export_folder(
@@ -109,9 +117,8 @@ def _write(
         remote_code=remote_code,
     )
     (folder / TRAINING_RECORD).write_text(record.to_json(), encoding="utf-8")
-    (folder / CARD).write_text(card, encoding="utf-8")
-    for path in write_weights(tensors, folder, shard_bytes):
-        shutil.copymode(folder / CARD, path)  # safetensors makes private files
+    (folder / CARD).write_text("\n".join(card) + "\n", encoding="utf-8")
+    write_weights(tensors, folder, shard_bytes)
 
 
 def _exported_tensors(trained: TrainedModel, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -138,3 +145,31 @@ def _tokenizer(trained: TrainedModel, override: str | None) -> Tokenizer | None:
             f"no embedding. Use the tokenizer of the run's data."
         )
     return tokenizer
+
+
+# The settings of a run as the config of its model, and back.
+
+
+def exported_config(config: RunConfig, vocab_size: int, eos_token_id: int | None) -> NSAConfig:
+    """The config of a run's model; `model.vocab_size`, if set, wins over the tokenizer's."""
+    model, values = config.model, config.attention.options()
+    of_model = {name: getattr(model, setting) for name, setting in _MODEL_SETTINGS.items()}
+    of_model |= {name: v[0] if len(v) == 1 else list(v) for name, v in of_model.items() if isinstance(v, tuple)}
+    return NSAConfig(
+        vocab_size=model.vocab_size or vocab_size,
+        max_position_embeddings=config.train.seq_len,
+        eos_token_id=eos_token_id,
+        **of_model | {"intermediate_size": model.ffn_size},
+        **{each.exported: values[each.name] for each in LAYER_OPTIONS},
+    )
+
+
+def model_settings(config: NSAConfig) -> dict[str, dict[str, Any]]:
+    """Sections `model` and `nsa` of a run with this model; `exported_config` undoes it."""
+    sections: dict[str, dict[str, Any]] = {"model": {}, "nsa": {}}
+    for each in LAYER_OPTIONS:
+        section, _, key = each.setting.partition(".")
+        sections[section][key] = getattr(config, each.exported)
+    sections["model"] |= {setting: getattr(config, name) for name, setting in _MODEL_SETTINGS.items()}
+    sections["model"]["rope_scaling"] = config.rope_scaling or {}
+    return sections

@@ -1,14 +1,18 @@
-"""Reads files of an exported folder, which may come from anyone: regular files of limited size, strict JSON."""
+"""Reads and writes folders of models: regular files of limited size, strict JSON, a new folder at once."""
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nsa.errors import CheckpointError
-from nsa.files import open_regular
+from nsa.errors import CheckpointError, OutputError
+from nsa.files import fsync_path, fsync_tree, open_regular, temporary_path
 
+CONFIG = "config.json"
 LARGEST_JSON_BYTES = 16 << 20
 _LARGEST_NUMBER = 2**31
 """Largest size that is accepted in a config.json."""
@@ -58,6 +62,16 @@ def require_plausible_numbers(values: Mapping[str, Any], where: Path) -> None:
             raise CheckpointError(f"{where} has {key!r:.60}={value!r:.40}: no real model has that.")
 
 
+def require_fields(values: Mapping[str, Any], expected: Mapping[str, Any], where: object) -> None:
+    """Refuse a record with other fields than these, or with one of another type; None stands for itself."""
+    for key in values.keys() | expected.keys():
+        kinds = expected.get(key, ())
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        value = values.get(key)
+        if key not in values or not any(type(value) is kind or value is kind is None for kind in kinds):
+            raise CheckpointError(f"{where} has {key}={value!r:.80}: it is not a record of this version.")
+
+
 def _refuse(text: str) -> NoReturn:
     raise ValueError(f"{text:.20} is not a finite number")
 
@@ -71,3 +85,42 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         raise ValueError("a key is given twice")
     return values
+
+
+@contextmanager
+def new_folder(out: Path, *, may_replace: Callable[[Path], bool] = lambda folder: False) -> Iterator[Path]:
+    """Yield an empty hidden folder that is renamed to `out` at the end; on an error `out` stays as it was.
+
+    `out` must not exist, or be empty, or be one that `may_replace` accepts.
+    """
+    _require_replaceable(out, may_replace)
+    out = out.absolute()
+    staging, former = temporary_path(out), temporary_path(out)
+    try:
+        staging.mkdir(parents=True)
+        yield staging
+        fsync_tree(staging)
+        _require_replaceable(out, may_replace)
+        if out.exists():
+            os.rename(out, former)
+        os.rename(staging, out)
+        fsync_path(out.parent)
+    except BaseException:
+        if former.exists() and not out.exists():
+            os.rename(former, out)
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _require_replaceable(out: Path, may_replace: Callable[[Path], bool]) -> None:
+    if not os.path.lexists(out):
+        return
+    if out.is_symlink() or not out.is_dir():
+        raise OutputError(f"{out} is not a folder: nothing is written there. Name a new folder.")
+    if any(out.iterdir()) and not may_replace(out):
+        raise OutputError(
+            f"{out} is not empty, and holds something else than an earlier export, or --overwrite was not given: "
+            f"nothing in it is changed. Name a new folder, or add --overwrite to replace an earlier export."
+        )

@@ -22,11 +22,11 @@ from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.manifest import LAST
 from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
+from nsa_train.checkpoint.save import HashingWriter
+from nsa_train.checkpoint.save_plan import SharedSavePlanner
 from nsa_train.config.schema import RunConfig
-from nsa_train.convert.export_folder import ARCHITECTURE, CONFIG
-from nsa_train.convert.folder_files import read_json, require_plausible_numbers
-from nsa_train.convert.model_settings import model_settings
-from nsa_train.convert.output_folder import new_folder
+from nsa_train.convert.export_folder import ARCHITECTURE, model_settings
+from nsa_train.convert.folder_files import CONFIG, new_folder, read_json, require_plausible_numbers
 from nsa_train.convert.tokenizer_files import read_tokenizer_files
 from nsa_train.convert.training_record import TRAINING_RECORD, TrainingRecord
 from nsa_train.convert.weight_files import read_weights
@@ -102,11 +102,12 @@ def import_folder(folder: Path, out: Path, *, key: bytes | None = None) -> Expor
     with new_folder(out) as staging:
         checkpoints = CheckpointFolder(staging / names.CHECKPOINTS, key=key)
         saving = checkpoints.begin(step)
-        dist_cp.save({"model": tensors}, checkpoint_id=names.tensors_of(saving), no_dist=True)
+        writer = HashingWriter(saving)
+        dist_cp.save({"model": tensors}, storage_writer=writer, planner=SharedSavePlanner(), no_dist=True)
         RunRecord(step, 1, config.model_dump(mode="json"), {}, more=more).write(saving)
         if exported.tokenizer is not None:
             (saving / names.TOKENIZER).write_text(exported.tokenizer.to_json(), encoding="utf-8")
-        checkpoints.commit(step, LAST)
+        checkpoints.commit(step, LAST, writer.hashes)
     return exported
 
 

@@ -1,11 +1,11 @@
-"""training_record.json of an exported folder: how the model was trained, without paths of the machine.
+"""training_record.json and README.md of an exported folder: how the model was trained, without paths of the machine.
 
 Taken from the run's own records at the first export and kept through import, so that a second export writes the same.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -13,9 +13,14 @@ from urllib.parse import urlsplit
 
 from nsa import __version__
 from nsa.errors import CheckpointError, ConfigError
+from nsa.hf.configuration import NSAConfig
 from nsa_train import names
 from nsa_train.checkpoint.trained_model import TrainedModel
+from nsa_train.config.layer import flatten
 from nsa_train.config.schema import RunConfig
+from nsa_train.config.setting_types import plain
+from nsa_train.convert.folder_files import require_fields
+from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer
 from nsa_train.record.evaluations import read_evaluations
 from nsa_train.watch import run_reader
 from nsa_train.watch.view.evaluation_tables import evaluation_summary
@@ -29,6 +34,18 @@ _PRIVATE_SETTINGS = {
     "runtime": ("kernel_cache", "device", "threads"),
 }
 _LONGEST_TEXT = 2000
+_NOT_RECORDED = "not recorded"
+
+_LOAD = """\
+```python
+{head}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH_OF_THIS_FOLDER"{trust})
+tokenizer = AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER"{trust})
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=100)[0]))
+```
+"""
 
 
 @dataclass(frozen=True)
@@ -65,12 +82,8 @@ class TrainingRecord:
             "held_out_loss": (float, int, None), "data": str, "version": str, "license": (str, None), "settings": dict,
             "evaluations": dict,
         }  # fmt: skip
-        for key in values.keys() | expected.keys():
-            kinds = expected.get(key)
-            value = values.get(key)
-            allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-            if key not in values or not any(type(value) is kind or value is kind is None for kind in allowed):
-                raise CheckpointError(f"{where} has {key}={value!r:.80}: it is not a record of this version.")
+        require_fields(values, expected, where)
+        for key, value in values.items():
             if isinstance(value, str) and (len(value) > _LONGEST_TEXT or not value.isprintable()):
                 raise CheckpointError(f"{where} has an unreadable {key}: {value!r:.80}.")
             if key != "format" and isinstance(value, int | float) and not 0 <= value < 2**62:
@@ -160,3 +173,99 @@ def _public_settings(config: RunConfig) -> dict[str, Any]:
     if config.data.path is not None:
         settings["data"]["path"] = _public_path(config.data.path)
     return settings
+
+
+# The model card.
+
+
+def model_card(
+    record: TrainingRecord,
+    config: NSAConfig,
+    *,
+    parameters: int,
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    remote_code: bool,
+) -> Iterator[str]:
+    """The lines of README.md, for people and for the Hub."""
+    yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
+    yield f"license: {record.license or 'unknown'}"
+    yield from ("tags:", "- native-sparse-attention", "---", "", "# Language model with Native Sparse Attention", "")
+    yield (
+        f"A causal language model of {parameters:,} parameters whose attention is Native Sparse Attention "
+        f"(arXiv 2502.11089): compressed, selected and sliding-window attention, mixed by learned gates. Trained and "
+        f"exported with nsa-train {record.version}."
+    )
+    yield from ("", "## Load", "", *how_to_load(remote_code), "## Training", "")
+    yield from card_table(
+        {
+            "data": record.data,
+            "steps": f"{record.step:,}",
+            "tokens": f"{record.tokens:,}",
+            "training loss, last record": _loss(record.loss),
+            "held-out loss": _loss(record.held_out_loss, record.held_out_step),
+            "licence": record.license or "not stated: ask whoever gave you this model",
+        }
+    )
+    if record.evaluations:
+        yield from ("", "## Evaluation", "", *card_table(dict(record.evaluations)))
+    yield from ("", "## Model", "")
+    yield from card_table(
+        {
+            "layers, width, heads, key/value groups": f"{config.num_hidden_layers}, {config.hidden_size}, "
+            f"{config.num_attention_heads}, {config.num_key_value_heads}",
+            "blocks l, d, l_sel, n_sel, w": f"{config.l}, {config.d}, {config.l_sel}, {config.n_sel}, {config.w}",
+            "context of training": f"{config.max_position_embeddings:,} tokens",
+            "vocabulary": f"{config.vocab_size:,} ids, {_kind(tokenizer)}",
+            "weights": f"{dtype}, safetensors",
+        }
+    )
+    yield from ("", "## Settings of the run", "")
+    yield from card_table({key: plain(value) for key, value in sorted(flatten(record.settings).items())})
+
+
+def how_to_load(remote_code: bool) -> Iterator[str]:
+    if remote_code:
+        yield (
+            "The folder holds its own modelling code (PyTorch only), which `trust_remote_code=True` runs: read it "
+            "first. Where `nsa-train` is installed, `import nsa.hf` first and leave the argument out: its compiled "
+            "kernels are faster."
+        )
+        yield from ("", _LOAD.format(head="", trust=", trust_remote_code=True"))
+    else:
+        yield "Needs `pip install 'nsa-train[hf]'`; importing `nsa.hf` registers the model with Transformers."
+        yield from ("", _LOAD.format(head="import nsa.hf  # registers the model\n", trust=""))
+
+
+def card_table(rows: dict[str, str]) -> Iterator[str]:
+    yield from ("| | |", "|---|---|")
+    for name, value in rows.items():
+        yield f"| {_cell(name)} | {_cell(value)} |"
+
+
+def _cell(text: str) -> str:
+    """Text that may come from anyone, as one cell: no control character, no markup that a page would execute."""
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    for special, entity in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("[", "\\["),
+        ("]", "\\]"),
+        ("`", "\\`"),
+    ):
+        shown = shown.replace(special, entity)
+    return shown
+
+
+def _loss(value: float | None, step: int | None = None) -> str:
+    if value is None:
+        return _NOT_RECORDED
+    return f"{value:.4f} nats per token" + ("" if step is None else f" at step {step:,}")
+
+
+def _kind(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "without a tokenizer"
+    return "UTF-8 bytes" if isinstance(tokenizer, ByteTokenizer) else names.TOKENIZER

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM
 from nsa.hf.weight_names import HEAD
 from nsa_train import names
-from nsa_train.convert.folder_files import read_json
+from nsa_train.convert.folder_files import CONFIG, read_json
 
 _WEIGHTS_INDEX = f"{names.MODEL_SAFETENSORS}.index.json"
 _DTYPES = ("F32", "BF16", "F16")
@@ -30,8 +31,8 @@ class TensorShape(NamedTuple):
     dtype: str
 
 
-def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> list[Path]:
-    """model.safetensors, or several files and an index if it were larger than `shard_bytes`; returns the files."""
+def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int) -> None:
+    """Write model.safetensors beside config.json, or shards of at most `shard_bytes` and their index."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -40,12 +41,12 @@ def write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int)
     for name, keys in split.filename_to_tensors.items():
         try:
             save_file({key: tensors[key] for key in keys}, folder / name, metadata={"format": "pt"})
+            shutil.copymode(folder / CONFIG, folder / name)  # safetensors makes private files
         except SafetensorError as error:  # a full disk too
             raise OutputError(f"{folder / name} could not be written: {error}.") from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / _WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return [folder / name for name in split.filename_to_tensors]
 
 
 def read_weights(folder: Path, config: NSAConfig) -> dict[str, Tensor]:

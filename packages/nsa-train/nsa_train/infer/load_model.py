@@ -24,10 +24,9 @@ from nsa_train.checkpoint.folder import CheckpointFinding, CheckpointFolder
 from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.config.model_sections import RuntimeConfig
 from nsa_train.config.schema import RunConfig
-from nsa_train.convert.export_folder import CONFIG, DTYPES
-from nsa_train.convert.folder_files import LARGEST_JSON_BYTES, read_bytes, read_json
+from nsa_train.convert.export_folder import DTYPES, exported_config
+from nsa_train.convert.folder_files import CONFIG, LARGEST_JSON_BYTES, read_bytes, read_json
 from nsa_train.convert.import_folder import open_exported
-from nsa_train.convert.model_settings import exported_config
 from nsa_train.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
 from nsa_train.data.saved_tokenizer import choose_tokenizer
 from nsa_train.data.tokenizer import Tokenizer, load_tokenizer
@@ -292,8 +291,8 @@ def load_reference(
     if not _is_source(folder):
         return load_model(folder, device=device, dtype=dtype, key=key, on_rejected=on_rejected, needs_text=False)
 
-    from nsa_train.convert.dense.copied_files import SourceTokenizer  # with the configs of all families it reads
     from nsa_train.convert.dense.source_folder import open_source, read_source
+    from nsa_train.convert.tokenizer_files import SourceTokenizer  # with the configs of all families it reads
 
     source = open_source(folder)
     config, weights = source.model.config, read_source(source)

@@ -9,8 +9,8 @@ from nsa.core.attention_config import OPTIONS
 from nsa.errors import ConfigError
 from nsa_train.config.load import load as config_of
 from nsa_train.config.model_sections import SparseAttentionConfig
+from nsa_train.convert.export_folder import exported_config
 from nsa_train.convert.import_folder import import_folder
-from nsa_train.convert.model_settings import exported_config
 from nsa_train.infer.evaluation.held_out import agreement_with
 from nsa_train.infer.evaluation.layer_harm import (
     _advised_layers,

@@ -28,8 +28,7 @@ from transformers import (
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import MOST_LAYERS
 from nsa.options import AttentionKind
-from nsa_train.convert.dense.source_model import SourceModel, shortest_pattern
-from nsa_train.convert.dense.source_tensors import SourceNames
+from nsa_train.convert.dense.source_model import SourceModel, SourceNames, shortest_pattern
 from nsa_train.convert.folder_files import require_plausible_numbers
 
 _PROJECTIONS = {
@@ -58,11 +57,13 @@ _NORMS_OF_OUTPUTS = {
 _QK_NORMS = {"self_attn.q_norm": ("attention.q_norm",), "self_attn.k_norm": ("attention.k_norm",)}
 
 _LLAMA_NAMES = SourceNames({**_PROJECTIONS, **_NORMS_OF_INPUTS})
+_QWEN3_NAMES = SourceNames({**_PROJECTIONS, **_NORMS_OF_INPUTS, **_QK_NORMS})
+_PHI3_NAMES = SourceNames({**_FUSED_PROJECTIONS, **_NORMS_OF_INPUTS})
 _OLMO_NAMES = SourceNames({**_PROJECTIONS, **_NORMS_OF_OUTPUTS, **_QK_NORMS})
 
 
 @dataclass(frozen=True)
-class DenseFamily:
+class _DenseFamily:
     """An architecture: its config class, its tensor names, and in what it differs from a Llama without biases."""
 
     architecture: str
@@ -84,57 +85,20 @@ class DenseFamily:
         return {each.name for each in fields(self.config_class)} - of_any_model | _READ_BESIDE_CLASS
 
 
+_BIASED_ATTENTION: Any = dict(qkv_bias="attention_bias", out_bias="attention_bias")
+_BIASED: Any = dict(**_BIASED_ATTENTION, ffn_bias="mlp_bias")
+_OLMO: Any = dict(names=_OLMO_NAMES, qk_norm="layer", post_norm=True, **_BIASED_ATTENTION)
 FAMILIES = {
     family.architecture: family
     for family in (
-        DenseFamily(
-            "LlamaForCausalLM",
-            LlamaConfig,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            ffn_bias="mlp_bias",
-        ),
-        DenseFamily("Qwen2ForCausalLM", Qwen2Config, qkv_bias=True),
-        DenseFamily(
-            "Qwen3ForCausalLM",
-            Qwen3Config,
-            SourceNames({**_PROJECTIONS, **_NORMS_OF_INPUTS, **_QK_NORMS}),
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            qk_norm="head",
-        ),
-        DenseFamily("MistralForCausalLM", MistralConfig),
-        DenseFamily(
-            "Olmo2ForCausalLM",
-            Olmo2Config,
-            _OLMO_NAMES,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            qk_norm="layer",
-            post_norm=True,
-        ),
-        DenseFamily(
-            "Olmo3ForCausalLM",
-            Olmo3Config,
-            _OLMO_NAMES,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            qk_norm="layer",
-            post_norm=True,
-        ),
-        DenseFamily(
-            "SmolLM3ForCausalLM",
-            SmolLM3Config,
-            qkv_bias="attention_bias",
-            out_bias="attention_bias",
-            ffn_bias="mlp_bias",
-        ),
-        DenseFamily(
-            "Phi3ForCausalLM",
-            Phi3Config,
-            SourceNames({**_FUSED_PROJECTIONS, **_NORMS_OF_INPUTS}),
-            partial_rotary=True,
-        ),
+        _DenseFamily("LlamaForCausalLM", LlamaConfig, **_BIASED),
+        _DenseFamily("Qwen2ForCausalLM", Qwen2Config, qkv_bias=True),
+        _DenseFamily("Qwen3ForCausalLM", Qwen3Config, _QWEN3_NAMES, qk_norm="head", **_BIASED_ATTENTION),
+        _DenseFamily("MistralForCausalLM", MistralConfig),
+        _DenseFamily("Olmo2ForCausalLM", Olmo2Config, **_OLMO),
+        _DenseFamily("Olmo3ForCausalLM", Olmo3Config, **_OLMO),
+        _DenseFamily("SmolLM3ForCausalLM", SmolLM3Config, **_BIASED),
+        _DenseFamily("Phi3ForCausalLM", Phi3Config, _PHI3_NAMES, partial_rotary=True),
     )
 }
 
@@ -204,7 +168,7 @@ def parse_dense_config(values: Mapping[str, Any], where: Path) -> SourceModel:
     return model
 
 
-def _family(values: Mapping[str, Any], where: Path) -> DenseFamily:
+def _family(values: Mapping[str, Any], where: Path) -> _DenseFamily:
     architectures = values.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else architectures
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -223,7 +187,7 @@ def _family(values: Mapping[str, Any], where: Path) -> DenseFamily:
     return family
 
 
-def _require_known(values: Mapping[str, Any], family: DenseFamily, where: Path) -> None:
+def _require_known(values: Mapping[str, Any], family: _DenseFamily, where: Path) -> None:
     """Refuse a key whose effect is not known, unless its value turns it off."""
     known = family.settings | _WITHOUT_EFFECT
     for key, value in values.items():
@@ -238,7 +202,7 @@ def _require_known(values: Mapping[str, Any], family: DenseFamily, where: Path) 
         raise CheckpointError(f"{where} has hidden_act={act!r:.40}: only silu is converted (SwiGLU feed-forward).")
 
 
-def _arguments(family: DenseFamily, parsed: Any, where: Path) -> tuple[dict[str, Any], tuple[AttentionKind, ...]]:
+def _arguments(family: _DenseFamily, parsed: Any, where: Path) -> tuple[dict[str, Any], tuple[AttentionKind, ...]]:
     """Arguments of `NSAConfig` without the kinds of the layers, and these."""
     head_dim = getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads
     types = _layer_types(parsed)
@@ -305,7 +269,7 @@ class _LayerRope:
 
 
 def _rope_arguments(
-    family: DenseFamily, parsed: Any, types: Sequence[str], head_dim: int, where: Path
+    family: _DenseFamily, parsed: Any, types: Sequence[str], head_dim: int, where: Path
 ) -> dict[str, Any]:
     """rope_theta, rope_scaling, rope_layers and rotary_dim."""
     layers = list(_layer_ropes(parsed, types, where))

@@ -16,8 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import MOST_LAYERS
 from nsa.options import AttentionKind
-from nsa_train.convert.dense.source_model import SourceModel
-from nsa_train.convert.dense.source_tensors import SourceNames
+from nsa_train.convert.dense.source_model import SourceModel, SourceNames
 from nsa_train.convert.folder_files import require_plausible_numbers
 
 _FLA_ARCHITECTURE = "NSAForCausalLM"
@@ -93,40 +92,26 @@ def parse_fla_config(values: Mapping[str, Any], where: Path, query_rows: Callabl
     return model
 
 
+_RENAMED = {
+    "vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_heads", "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_eps", "initializer_range": "initializer_range", "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tie_word_embeddings", "bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id",
+    "pad_token_id": "pad_token_id", "bias": "qkv_bias", "l": "block_size", "d": "block_size", "l_sel": "block_size",
+    "n_sel": "block_counts", "w": "window_size",
+}  # fmt: skip
+"""Arguments of `NSAConfig` by the names of that package."""
+_FIXED: dict[str, Any] = dict(
+    rope_angles="fp32", phi="avg", rope_compressed="before", kv="shared", gate="sigmoid", gate_per="head",
+    sliding_gate_init=0.0,
+)  # fmt: skip
+
+
 def _arguments(settings: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    dim, block = settings["hidden_size"], settings["block_size"]
     ffn_dim = settings["intermediate_size"]
     if ffn_dim is None:
         ratio = 4 if settings["hidden_ratio"] is None else settings["hidden_ratio"]
-        ffn_dim = -(-int(dim * ratio * 2 / 3) // _FFN_MULTIPLE) * _FFN_MULTIPLE
-    return dict(
-        vocab_size=settings["vocab_size"],
-        hidden_size=dim,
-        intermediate_size=ffn_dim,
-        num_hidden_layers=settings["num_hidden_layers"],
-        num_attention_heads=settings["num_heads"],
-        num_key_value_heads=settings["num_heads"] if settings["num_kv_heads"] is None else settings["num_kv_heads"],
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        max_position_embeddings=settings["max_position_embeddings"],
-        rms_norm_eps=settings["norm_eps"],
-        initializer_range=settings["initializer_range"],
-        rope_theta=settings["rope_theta"],
-        rope_angles="fp32",
-        tie_word_embeddings=settings["tie_word_embeddings"],
-        bos_token_id=settings["bos_token_id"],
-        eos_token_id=settings["eos_token_id"],
-        pad_token_id=settings["pad_token_id"],
-        bias=settings["qkv_bias"],
-        l=block,
-        d=block,
-        l_sel=block,
-        n_sel=settings["block_counts"],
-        w=settings["window_size"],
-        phi="avg",
-        rope_compressed="before",
-        kv="shared",
-        gate="sigmoid",
-        gate_per="head",
-        sliding_gate_init=0.0,
-    )
+        ffn_dim = -(-int(settings["hidden_size"] * ratio * 2 / 3) // _FFN_MULTIPLE) * _FFN_MULTIPLE
+    groups = settings["num_heads"] if settings["num_kv_heads"] is None else settings["num_kv_heads"]
+    sizes = dict(intermediate_size=ffn_dim, num_key_value_heads=groups, head_dim=head_dim, v_head_dim=head_dim)
+    return {name: settings[theirs] for name, theirs in _RENAMED.items()} | sizes | _FIXED
