@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from nsa.options import CHECKPOINTING
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa_train.train.engine.build import build_train_module
+from nsa_train.train.engine.train_module import StepSkippingTrainModule
 
 VOCAB = 512
 MODEL = dict(dim=192, n_layers=2, n_heads=4, n_kv_groups=1, d_k=32, d_v=32)

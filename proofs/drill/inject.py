@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nsa_train.config.schema import RunConfig
-    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
     from nsa_train.train.engine.data_loader import RowLoader
+    from nsa_train.train.engine.train_module import StepSkippingTrainModule
 
 MODULE = "proofs.drill.inject"
 _BATCHES_AHEAD = 20
@@ -218,7 +218,7 @@ def _around_batches(
     before: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
     after: "Callable[[StepSkippingTrainModule], None]" = lambda module: None,
 ) -> None:
-    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
+    from nsa_train.train.engine.train_module import StepSkippingTrainModule
 
     train_batch, taken = StepSkippingTrainModule.train_batch, 0
 

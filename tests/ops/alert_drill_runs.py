@@ -32,7 +32,7 @@ def _plant_here(name: str, planted: ExitStack) -> None:
     import torch
 
     from nsa.core.branches import BranchGates
-    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule as Module
+    from nsa_train.train.engine.train_module import StepSkippingTrainModule as Module
 
     if name == "nan":
         _plant(Fault("forward", list(range(FAULT_AT, FAULT_AT + 9))), planted)

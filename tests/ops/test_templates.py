@@ -11,7 +11,7 @@ import yaml
 from nsa.errors import ExitCode
 from nsa_train.cli.main import app
 from nsa_train.config import load
-from nsa_train.train.launch.rank_outcome import FINAL_EXITS, RETRYABLE_EXITS
+from nsa_train.train.launch.launcher import FINAL_EXITS, RETRYABLE_EXITS
 from tests.docs.blocks import tokenizer_command
 from tests.nsa_train.train.runs import ROOT
 from tests.ops.needs import programs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nsa_train.cli.plan_tables import print_plan
+from nsa_train.cli.plan import print_plan
 from nsa_train.config import load
 from nsa_train.planning.hardware import parse_target
 from nsa_train.planning.layout_plan import plan_layouts

@@ -92,7 +92,7 @@ def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
     """Less than a third of the pass with the engine's head and all logits; the estimate follows the size of a chunk."""
     from olmo_core.nn.lm_head import LMHead
 
-    from nsa_train.train.engine.lm_head import ChunkedHead
+    from nsa_train.train.engine.transformer import ChunkedHead
 
     monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 1 << 19)
     config = config_of("loss", precision="fp32", checkpointing="full", options=dict(vocab_size=16000))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nsa_train.planning.expected_goodput import LLAMA3_GPU_HOURS, FailureModel, RunGoodput
+from nsa_train.planning.layout_plan import LLAMA3_GPU_HOURS, FailureModel, RunGoodput
 
 
 def best(gpus, save_s, restart_s):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.planning.hardware import GIB
-from nsa_train.planning.host_memory import HostMemory, host_memory, process_memory
+from nsa_train.planning.hardware import GIB, HostMemory, host_memory, process_memory
 
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:  1 kB\nMemAvailable:    8388608 kB\nHugePages_Total: 0\n"
 

@@ -6,12 +6,25 @@ import pytest
 
 from nsa_train.config import load
 from nsa_train.config.rules import broken_parallel_rules
-from nsa_train.planning.collective_bytes import CollectiveUse, weight_shards
+from nsa_train.planning.collective_bytes import (
+    CollectiveGroup,
+    CollectiveTotal,
+    CollectiveUse,
+    StepCounts,
+    weight_shards,
+)
 from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
-from nsa_train.planning.layout_plan import _CALL_S, _LINK_SHARE, _branch_shares, _link_traffic, plan_layouts
-from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
+from nsa_train.planning.layout_plan import (
+    _CALL_S,
+    _LINK_SHARE,
+    ImpossibleSplit,
+    ParallelLayout,
+    _branch_shares,
+    _link_traffic,
+    layouts,
+    plan_layouts,
+)
 from nsa_train.planning.model_figures import ParameterShapes, model_figures
-from nsa_train.planning.step_counts import CollectiveGroup, CollectiveTotal, StepCounts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

@@ -9,9 +9,17 @@ from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import GIB, parse_target
-from nsa_train.planning.preflight import RuleStatus, check_names, judge, require_passed
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
-from nsa_train.planning.preflight_rules import NAMES, NEVER_ALLOWED, RULES, is_long
+from nsa_train.planning.preflight_rules import (
+    NAMES,
+    NEVER_ALLOWED,
+    RULES,
+    RuleStatus,
+    check_names,
+    is_long,
+    judge,
+    require_passed,
+)
 
 SOUND = {
     "model": dict(dim=512, n_layers=8, n_heads=8),

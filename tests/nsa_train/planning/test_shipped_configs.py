@@ -8,8 +8,7 @@ import pytest
 
 from nsa.geometry import Geometry
 from nsa_train.config import load
-from nsa_train.planning.preflight import RuleStatus, judge
-from nsa_train.planning.preflight_rules import is_long
+from nsa_train.planning.preflight_rules import RuleStatus, is_long, judge
 from nsa_train.shipped import CORPUS
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")

@@ -9,9 +9,8 @@ from nsa.bench.shapes import SHAPES
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train.config import load
-from nsa_train.planning.estimate import estimate
+from nsa_train.planning.estimate import _portable_bytes_per_token, backend_that_will_run, estimate
 from nsa_train.planning.hardware import parse_target
-from nsa_train.planning.step_time import _portable_bytes_per_token, backend_that_will_run
 
 CONFIG = load("configs/train_50k.yaml")
 VOCAB = 32_768

@@ -43,10 +43,9 @@ def run_faulty(*pairs: tuple[Job, Fault], timeout_s: float = 240) -> list[list[i
 
 def _plant(fault: Fault, planted: ExitStack) -> None:
     import torch
-    from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 
-    from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule as Module
     from nsa_train.train.engine.data_loader import RowLoader
+    from nsa_train.train.engine.train_module import StepSkippingTrainModule as Module
 
     train_batch, optim_step, forward, read = (
         Module.train_batch, Module.optim_step, Module.model_forward, RowLoader._read,
@@ -64,7 +63,7 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
         train_batch(module, batch)
         parameters = list(module.model.parameters())
         if fault.kind == "loss":
-            module.trainer._metrics[module.trainer.global_step][TRAIN_CE_LOSS_METRIC].fill_(float("inf"))
+            module.step_loss.fill_(float("inf"))
         if fault.kind == "gradient":
             parameters[3].grad.flatten()[5] = float("inf")
         if fault.kind == "spike":
@@ -93,8 +92,8 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     if fault.deferred:
         from nsa_train.train.engine import build
 
-        fused = partial(_fused, build.EagerAdamWConfig)
-        planted.enter_context(mock.patch.object(build, "EagerAdamWConfig", fused))
+        fused = partial(_fused, build.AdamWConfig)
+        planted.enter_context(mock.patch.object(build, "AdamWConfig", fused))
     if fault.kind == "gap":
         planted.enter_context(mock.patch.object(RowLoader, "_read", read_with_gap))
 

@@ -11,7 +11,7 @@ from nsa_train.checkpoint.transfer import S3Prefix, pull
 from nsa_train.cli import launch
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here, parse_target
-from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, judge
 from nsa_train.record.events import EventKind, RunEvent, read_events
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.gather_preflight_facts import gather, require_preflight

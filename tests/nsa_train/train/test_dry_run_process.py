@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,11 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa_train.config import load
 from nsa_train.planning.hardware import GIB, hardware_here
-from nsa_train.planning.preflight import RuleStatus, judge
-from nsa_train.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
-from nsa_train.train.gather_preflight_facts import gather
+from nsa_train.planning.preflight_rules import RuleStatus, judge
+from nsa_train.train.gather_preflight_facts import dry_run_in_child, gather
 from tests.nsa_train.train.runs import environment, write_config
 
-ENOUGH = DryRunLimits(memory_bytes=4 * GIB, time_s=120.0)
+ENOUGH = dict(memory_bytes=4 * GIB, time_s=120.0)
 HUGE = ["model.dim=32768", "model.n_layers=2"]
 
 
@@ -28,14 +28,15 @@ def run_config(tmp_path: Path, *changes: str):
     return load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
 
 
-def request_of(tmp_path: Path, *changes: str) -> DryRunRequest:
-    return DryRunRequest.of(run_config(tmp_path, *changes), 257, hardware_here("cpu"), fetch_remote=False)
+def dry_run(config, log=lambda text: None, target=None, **options):
+    target = target or hardware_here("cpu")
+    return dry_run_in_child(config, 257, target, log=log, fetch_remote=False, **{**ENOUGH, **options})
 
 
 def children() -> list[int]:
     """Dry runs that this process has started and not seen the end of."""
     pids = [word for file in Path("/proc/self/task").glob("*/children") for word in file.read_text().split()]
-    return [int(pid) for pid in pids if "dry_run_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [int(pid) for pid in pids if "nsa_train.train.dry_run" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def content(folder: Path) -> set[str]:
@@ -74,9 +75,9 @@ def test_what_fits_the_machine_but_not_the_limit_is_tried_with_fake_tensors(tmp_
 @pytest.mark.nightly
 def test_a_child_above_its_memory_limit_is_killed_and_the_rule_says_so(tmp_path):
     """The model and its first step are real here; the limit leaves room for torch and not for them."""
-    request = request_of(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
+    config = run_config(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
     said: list[str] = []
-    found = dry_run_in_child(request, DryRunLimits(memory_bytes=int(0.7 * GIB), time_s=120.0), said.append)
+    found = dry_run(config, said.append, memory_bytes=int(0.7 * GIB))
     failed = {name for name in ("data", "model", "step", "checkpoint") if getattr(found, name).problem}
     assert len(failed) == 1
     assert failed <= {"model", "step"}
@@ -98,7 +99,7 @@ def test_a_child_that_dies_fails_the_rule_it_was_at_and_leaves_nothing(tmp_path)
                 time.sleep(0.001)
             os.kill(child, signal.SIGSEGV)
 
-    found = dry_run_in_child(request_of(tmp_path), ENOUGH, say)
+    found = dry_run(run_config(tmp_path), say)
     assert "SIGSEGV" in found.checkpoint.problem
     assert found.step.seen
     assert found.model.seen
@@ -106,24 +107,24 @@ def test_a_child_that_dies_fails_the_rule_it_was_at_and_leaves_nothing(tmp_path)
 
 
 def test_a_dry_run_that_does_not_end_is_ended(tmp_path):
-    found = dry_run_in_child(request_of(tmp_path), DryRunLimits(memory_bytes=4 * GIB, time_s=0.5), lambda text: None)
+    found = dry_run(run_config(tmp_path), time_s=0.5)
     assert "--timeout" in found.data.problem
     assert children() == []
 
 
 def test_a_child_that_raises_is_told_with_its_last_line(tmp_path):
-    request = DryRunRequest(**{**vars(request_of(tmp_path)), "target": {"device": {}}})
-    assert "TypeError" in dry_run_in_child(request, ENOUGH, lambda text: None).data.problem
+    assert "TypeError" in dry_run(run_config(tmp_path), unknown_option=1).data.problem
 
 
 def test_the_child_ends_with_its_parent_and_is_the_first_victim_of_an_out_of_memory_kill(tmp_path):
-    request = request_of(tmp_path)
+    config, target = run_config(tmp_path).model_dump(mode="json"), asdict(hardware_here("cpu"))
+    request = dict(config=config, vocab_size=257, target=target, fetch_remote=False)
     child = subprocess.Popen(
-        [sys.executable, "-m", "nsa_train.train.dry_run_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "nsa_train.train.dry_run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, env=environment(), start_new_session=True,
     )  # fmt: skip
     try:
-        child.stdin.write(json.dumps(vars(request)).encode() + b"\n")
+        child.stdin.write(json.dumps(request).encode() + b"\n")
         child.stdin.flush()
         assert json.loads(child.stdout.readline()) == {"log": "fetching a batch"}
         assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"

@@ -16,7 +16,7 @@ from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train import names
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here, parse_target
-from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, judge
 from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train import datasets
 from nsa_train.train import dry_run as module

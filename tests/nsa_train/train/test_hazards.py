@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nsa_train.train.engine.mixer import NSAMixerConfig, _fill
+from nsa_train.train.engine.mixer import NSAMixerConfig, fill
 from tests import fork_server
 from tests.attention_options import PHIS, YARN
 from tests.nsa_train.train.runs import environment
@@ -51,11 +51,11 @@ def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(
         assert torch.equal(sharded.get_parameter(name).to_local(), mine), name
 
 
-def test_weights_that_are_not_contiguous_are_filled_right(four_ranks):
+def test_weights_that_are_not_contiguous_arefilled_right(four_ranks):
     transposed = torch.randn(8, 12).T
     for placement, expected in ((Shard(0), transposed.chunk(4)[1]), (Replicate(), transposed)):
         target = distribute_tensor(torch.zeros(12, 8), four_ranks, [placement], src_data_rank=None)
-        _fill(target, transposed)
+        fill(target, transposed)
         assert torch.equal(target.to_local(), expected)
 
 

@@ -10,7 +10,7 @@ from nsa.model.loss import IGNORE
 from nsa.model.transformer import NSATransformer
 from nsa_train import names
 from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
-from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule, TransformerTrainModule
+from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from tests.nsa_train.train.runs import Job, run_all
 from tests.shapes import attention_args
 
@@ -89,8 +89,8 @@ def test_the_sample_moves_with_the_trainers_step(monkeypatch):
     module.model = NSATransformer(20, n_layers=2, **attention_args("tiny", selector_loss=1.0))
     module._trainer, module.device, module.world_mesh = SimpleNamespace(global_step=7), torch.device("cpu"), None
     module.label_ignore_index = IGNORE
-    monkeypatch.setattr(TransformerTrainModule, "train_batch", lambda *given: trained.append(given[1:]))
-    batch = {"labels": torch.tensor([[3, IGNORE]])}
-    module.train_batch(batch, dry_run=True)
-    assert trained == [(batch, True)]
+    module.rank_microbatch_size = 2
+    monkeypatch.setattr(module, "_backward", lambda *given, **options: trained.append(options) or torch.ones(()))
+    module.train_batch({"input_ids": torch.tensor([[4, 3]]), "labels": torch.tensor([[3, IGNORE]])}, dry_run=True)
+    assert [options["loss_div_factor"] for options in trained] == [1]
     assert [block.attention.selector_step for block in module.model.blocks] == [7, 7]

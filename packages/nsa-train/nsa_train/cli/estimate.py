@@ -39,7 +39,7 @@ def estimate(
     config = resolve(arguments or [])
 
     from nsa_train.planning.hardware import parse_target
-    from nsa_train.planning.preflight import check_names, failed, judge, require_passed
+    from nsa_train.planning.preflight_rules import check_names, failed, judge, require_passed
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)

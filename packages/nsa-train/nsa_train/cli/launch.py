@@ -76,7 +76,7 @@ def launch_ranks(
     grace_s: float = 300.0,
 ) -> int:
     """Check config and preflight rules here, then launch ranks of `nsa train`; returns the exit code."""
-    from nsa_train.planning.preflight import check_names
+    from nsa_train.planning.preflight_rules import check_names
     from nsa_train.train.launch.launcher import LaunchSettings
     from nsa_train.train.launch.launcher import launch as run
 

@@ -12,8 +12,8 @@ from nsa_train.cli.outputs import print_json, table_console
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
-    from nsa_train.planning.preflight import RuleVerdict
     from nsa_train.planning.preflight_facts import PreflightFacts
+    from nsa_train.planning.preflight_rules import RuleVerdict
 
 ALLOW_HELP = "Run although this rule fails; repeatable. Recorded in env.json and in every heartbeat."
 _STYLES = {"pass": "green", "fail": "bold red", "allowed": "yellow", "not checked": "cyan"}
@@ -43,7 +43,7 @@ def preflight(
     config = resolve(arguments or [])
 
     from nsa_train.planning.hardware import parse_target
-    from nsa_train.planning.preflight import RuleStatus, check_names, judge
+    from nsa_train.planning.preflight_rules import RuleStatus, check_names, judge
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
@@ -94,8 +94,7 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from nsa_train.planning.preflight import failed, how_to_override
-    from nsa_train.planning.preflight_rules import LONG_RUN_STEPS, is_long
+    from nsa_train.planning.preflight_rules import LONG_RUN_STEPS, failed, how_to_override, is_long
 
     console = table_console(120)
     steps, long = facts.config.train.steps, is_long(facts)

@@ -139,6 +139,11 @@ class TrainConfig(ConfigSection):
         broken = rules.check_train(self.steps, self.warmup_steps, self.save_every, self.keep_every)
         return rules.enforce(self, chain(broken, rules.check_checkpoint_store(self.checkpoint_store)))
 
+    @property
+    def global_rows(self) -> int:
+        """Global batch size: rows of one optimizer step, over all ranks and forward passes."""
+        return self.batch_size * self.accumulate_grad_batches
+
 
 class ParallelConfig(ConfigSection):
     """Data, tensor and context parallelism; unused with one rank."""

@@ -119,7 +119,7 @@ def record_of(trained: TrainedModel, license_name: str | None) -> TrainingRecord
     loss, held_out, held_out_step = _losses(trained.path, step)
     return TrainingRecord(
         step=step,
-        tokens=max(0, step - skipped) * train.batch_size * train.accumulate_grad_batches * train.seq_len,
+        tokens=max(0, step - skipped) * train.global_rows * train.seq_len,
         loss=loss,
         held_out_loss=held_out,
         held_out_step=held_out_step,

@@ -7,19 +7,15 @@ As a program this file is that child: JSON lines on stdin and stdout. It imports
 
 import json
 import resource
-import subprocess
 import sys
-import tempfile
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from nsa.child_process import ChildFailed, ChildProcess, message_sender
 from nsa.errors import CheckpointError
 from nsa_train.terminal_text import printable
-from nsa_train.train.child_messages import last_line, message_sender
 
 _START_S = 120.0
 _RENDER_S = 5.0
@@ -39,7 +35,7 @@ class ChatTemplate:
     def __init__(self, text: str, *, special_tokens: Mapping[str, Any], source: object) -> None:
         """special_tokens: names and texts that the template may use. source: the folder it came from, for messages."""
         self._text, self._special_tokens, self._source = text, dict(special_tokens), source
-        self._child: _RenderProcess | None = None
+        self._child: ChildProcess | None = None
         self._lock = threading.Lock()
 
     def render(
@@ -64,9 +60,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         with self._lock:
-            if self._child is None or not self._child.alive:
-                self._child = _RenderProcess()
-            answer = self._child.answer(arguments)
+            answer = self._answer(arguments)
         if "text" in answer:
             return str(answer["text"])
         raise CheckpointError(
@@ -74,71 +68,26 @@ class ChatTemplate:
             f"Mend chat_template.jinja there, or send messages that it accepts."
         )
 
-
-class _RenderProcess:
-    """The child, seen from the parent."""
-
-    def __init__(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__],  # by its path: importing the package would import torch
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C is for the parent
-        )
-        self._end = weakref.finalize(self, _end, self._process, self._errors)
-        self._started = False
-
-    @property
-    def alive(self) -> bool:
-        return self._end.alive
-
-    def answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Send arguments to the child and return its answer: `text`, or `failed` with the reason."""
-        if not self._started:
-            self._started = True
-            if "failed" in (message := self._exchange(b"", _START_S)):
-                return message
-        return self._exchange(json.dumps(arguments).encode() + b"\n", _RENDER_S)
-
-    def _exchange(self, request: bytes, limit_s: float) -> dict[str, Any]:
-        """The next message of the child, which is gone if there is none in time."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        expired = threading.Event()
-
-        def kill() -> None:
-            expired.set()
-            self._process.kill()
-
-        timer = threading.Timer(limit_s, kill)
-        timer.start()
+    def _answer(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """`text`, or `failed` with the reason; a child that is late or has died is replaced at the next text."""
         try:
-            stdin.write(request)
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:  # it has already exited, and its exit code says why
-            line = b""
-        finally:
-            timer.cancel()
-        if line.endswith(b"\n"):
-            message: dict[str, Any] = json.loads(line)
-            return message
-        code = self._process.wait()
-        why = f"its process was killed by signal {-code}" if code < 0 else last_line(self._errors)
-        self._end()
-        return {"failed": f"it took more than {limit_s:.0f} s" if expired.is_set() else why}
+            if self._child is None or not self._child.alive:
+                # By its path: importing the package would import torch.
+                self._child = ChildProcess("its process", ("-P", __file__))
+                self._receive(self._child, _START_S)
+            self._child.send(**arguments)
+            return self._receive(self._child, _RENDER_S)
+        except ChildFailed as error:
+            assert self._child is not None
+            self._child.close()
+            return {"failed": str(error)}
 
-
-def _end(process: "subprocess.Popen[bytes]", errors: IO[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout, errors):
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # a request that nobody read is still in the buffer
-            pipe.close()
+    @staticmethod
+    def _receive(child: ChildProcess, limit_s: float) -> dict[str, Any]:
+        message = child.receive(limit_s)
+        if message is None:
+            raise ChildFailed(child.failure() or "its process ended without an answer")
+        return message
 
 
 def _main() -> None:

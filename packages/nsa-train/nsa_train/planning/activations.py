@@ -23,7 +23,7 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import wanted_kernels
 
 FP32 = 4
-INT32, INT64 = 4, 8
+_INT32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def activations(
         return sum(count * by_kind[kind] for kind, count in counts.items())
 
     tables = FP32 * (config.model.rotary_dim or config.model.d_k) * len({*config.model.rope_layers} - {"none"})
-    shared = one.tokens * (tables + 2 * INT64)  # of all blocks: RoPE tables, positions and starts
+    shared = one.tokens * (tables + 2 * _INT64)  # of all blocks: RoPE tables, positions and starts
     inputs = shared + layers * one.tokens * config.model.dim * one.stream_width // one.tp
     all_casts = of_all(casts)  # autocast keeps them until it ends, after the loss and before the backward pass
     loss = max(all_casts + head + loss_forward, head + loss_backward)
@@ -151,7 +151,7 @@ class _BlockTensors:
         per_branch = width * self.values + FP32 * self.heads  # output and log-sum-exp
         if not self.selects:
             return self.one.tokens * per_branch
-        chosen_and_mixed = INT32 * self.groups * self.n_sel + width * self.values
+        chosen_and_mixed = _INT32 * self.groups * self.n_sel + width * self.values
         return self.one.tokens * (self.branches * per_branch + chosen_and_mixed)
 
     def feed_forward_backward(self) -> int:
@@ -239,11 +239,11 @@ class _BlockTensors:
 
     def _phi(self, channels: int, rotated: bool) -> int:
         """Bytes per block: its tokens' indices, and what φ and a rotation after it save."""
-        width, per_block = self.one.width, INT64 * self.l + (FP32 * self.d_k if rotated else 0)
+        width, per_block = self.one.width, _INT64 * self.l + (FP32 * self.d_k if rotated else 0)
         if self.phi.has_weights:
             per_block += width * self.l * self.groups * channels  # the gathered tokens
         if self.phi.scores_tokens:
-            per_block += INT64 * self.l + (FP32 + width) * self.l * self.groups  # the shares, and a cast of them
+            per_block += _INT64 * self.l + (FP32 + width) * self.l * self.groups  # the shares, and a cast of them
         return per_block + 2 * width * self.groups * self.phi.hidden(channels)  # before and after its activation
 
     def _selector_loss(self) -> int:
@@ -264,7 +264,7 @@ class _BlockTensors:
 def _head(config: RunConfig, one: ForwardPass) -> int:
     """Bytes that the last norm and the head save, and the ids and labels."""
     of_stream = 2 * FP32 * config.model.dim + FP32 + one.width * config.model.dim
-    return one.tokens * (of_stream // one.tp + 2 * INT64)
+    return one.tokens * (of_stream // one.tp + 2 * _INT64)
 
 
 def _loss(config: RunConfig, one: ForwardPass, head_weights: int) -> tuple[int, int]:
@@ -343,4 +343,4 @@ def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:
     keys = one.rows * copied * model.n_kv_groups * chosen
     # Copies and their gradients; with several chunks, the next copies exist before the previous ones are freed.
     generations = 2 if copied == one.seq_len else 3
-    return max(shared, keys * (generations * FP32 * (model.d_k + model.d_v) + INT64))
+    return max(shared, keys * (generations * FP32 * (model.d_k + model.d_v) + _INT64))

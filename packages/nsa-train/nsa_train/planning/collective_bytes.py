@@ -1,23 +1,104 @@
-"""Bytes that the collectives of a step move, by purpose: weights and gradients, tensor and context parallelism.
+"""Bytes that the collectives of a step move, by purpose, and the counts of a step, estimated or executed.
 
-Bytes are those of whole tensors, as `nsa_train.planning.step_counts` counts them, on rank 0. tests/nsa_train/planning/
-test_collective_bytes.py compares them with a simulated step of the training engine.
+Bytes are those of whole tensors on rank 0. tests/nsa_train/train/engine/test_collective_estimate.py compares them with
+a simulated step of the training engine.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 from nsa.options import SELECTING_KINDS
 from nsa_train.config.rules import context_pieces, hsdp_shard_ranks
 from nsa_train.config.schema import ParallelConfig, RunConfig
 from nsa_train.planning.model_figures import HEAD, ModelFigures
-from nsa_train.planning.step_counts import CollectiveGroup, CollectiveKind, CollectiveTotal
+
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True)
+class CollectiveGroup:
+    """One kind of collective among `size` ranks, of which neighbours are `stride` apart."""
+
+    kind: CollectiveKind
+    size: int
+    stride: int
+
+    def in_one_node(self, ranks_per_node: int) -> bool:
+        return (self.size - 1) * self.stride < ranks_per_node
+
+    def ranks_in_node(self, ranks_per_node: int) -> int:
+        """Ranks of this group on one node."""
+        return max(1, min(self.size, ranks_per_node // max(1, self.stride)))
+
+    def received(self, n_bytes: float) -> float:
+        """Bytes that a rank receives in a ring for tensors of `n_bytes` (see `CollectiveTotal`)."""
+        share = (self.size - 1) / self.size
+        return n_bytes * {"all_reduce": 2 * share, "all_to_all": 1.0, "broadcast": 1.0}.get(self.kind, share)
+
+
+@dataclass(frozen=True)
+class CollectiveTotal:
+    calls: int
+    n_bytes: int
+    """Bytes of whole tensors: as gathered, as before they are scattered, as reduced; the larger of sent and received of
+    an all-to-all."""
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    layers: int
+    passes: int
+    """Forward and backward passes of the step."""
+    held_bytes: int
+    """Weights and optimizer states between two steps."""
+    peak_bytes: int
+    flops: float
+    """FLOPs of matrix products and attention operators, recomputation included."""
+    collectives: Mapping[CollectiveGroup, CollectiveTotal]
+    extended_from: int = 0
+    """Layers of the largest model that was counted, if the counts are extended to more; 0: all were."""
+
+    def extended(self, longer: Self, layers: int) -> "StepCounts":
+        """Counts with `layers` layers, all alike, from these and those of a model with more layers."""
+        more = (layers - self.layers) / (longer.layers - self.layers)
+
+        def line(short: float, long: float) -> int:
+            return round(short + more * (long - short))
+
+        none = CollectiveTotal(0, 0)
+        pairs = {group: (self.collectives.get(group, none), total) for group, total in longer.collectives.items()}
+        return StepCounts(
+            layers,
+            self.passes,
+            line(self.held_bytes, longer.held_bytes),
+            line(self.peak_bytes, longer.peak_bytes),
+            line(self.flops, longer.flops),
+            {
+                group: CollectiveTotal(line(short.calls, long.calls), line(short.n_bytes, long.n_bytes))
+                for group, (short, long) in pairs.items()
+            },
+            longer.layers,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        listed = [{**vars(group), **vars(total)} for group, total in self.collectives.items()]
+        return {**vars(self), "collectives": listed}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "StepCounts":
+        collectives = {
+            CollectiveGroup(each["kind"], each["size"], each["stride"]): CollectiveTotal(each["calls"], each["n_bytes"])
+            for each in values["collectives"]
+        }
+        return cls(**{**values, "collectives": collectives})
+
 
 _FP32 = 4
-WEIGHTS, GRADIENTS, REPLICAS = "gather weights", "scatter gradients", "sum replicas"
-TENSOR, HALO, CONTEXT_GATHER, CONTEXT_SCATTER = "tensor parallelism", "halo", "gather keys", "scatter key gradients"
-OVERLAPPED = (WEIGHTS, GRADIENTS, REPLICAS)
+WEIGHTS, GRADIENTS, _REPLICAS = "gather weights", "scatter gradients", "sum replicas"
+_TENSOR, _HALO, _CONTEXT_GATHER, _CONTEXT_SCATTER = "tensor parallelism", "halo", "gather keys", "scatter key gradients"
+OVERLAPPED = (WEIGHTS, GRADIENTS, _REPLICAS)
 """Purposes whose collectives run while the blocks before or after them compute."""
 
 
@@ -75,7 +156,7 @@ def _of_weights(
     if parallel.data == "ddp":
         replicas, share = ranks // tp, figures.share(1, tp)
         total = CollectiveTotal(1, _FP32 * share)
-        yield CollectiveUse(REPLICAS, CollectiveGroup("all_reduce", replicas, tp), total)
+        yield CollectiveUse(_REPLICAS, CollectiveGroup("all_reduce", replicas, tp), total)
         return
     blocks = {kind: shapes.padded(shards, tp) for kind, shapes in figures.blocks.items()}
     in_blocks = sum(figures.layers[kind] * size for kind, size in blocks.items())
@@ -90,7 +171,7 @@ def _of_weights(
     yield CollectiveUse(GRADIENTS, CollectiveGroup("reduce_scatter", shards, tp), scattered)
     if parallel.data == "hsdp":
         summed = CollectiveTotal(n_layers + n_outside, _FP32 * (in_blocks + outside) // shards)
-        yield CollectiveUse(REPLICAS, CollectiveGroup("all_reduce", ranks // (shards * tp), shards * tp), summed)
+        yield CollectiveUse(_REPLICAS, CollectiveGroup("all_reduce", ranks // (shards * tp), shards * tp), summed)
 
 
 def _of_tensor_parallelism(
@@ -109,7 +190,7 @@ def _of_tensor_parallelism(
     scatters = layers * (4 + again)
     for kind, calls, more in (("all_gather", gathers + 1, head), ("reduce_scatter", scatters + 1, head)):
         group = CollectiveGroup(kind, tp, 1)  # type: ignore[arg-type]
-        yield CollectiveUse(TENSOR, group, CollectiveTotal(passes * (calls + 1), passes * (calls * stream + more)))
+        yield CollectiveUse(_TENSOR, group, CollectiveTotal(passes * (calls + 1), passes * (calls * stream + more)))
 
 
 def _of_context_parallelism(
@@ -159,8 +240,8 @@ def _of_context_parallelism(
     def exchanges(of: Mapping[str, int]) -> int:
         return summed({kind: int(size > 0) for kind, size in of.items()})
 
-    yield use(HALO, "all_to_all", forward + 1, exchanges(halo), summed(halo))
+    yield use(_HALO, "all_to_all", forward + 1, exchanges(halo), summed(halo))
     times = forward + (nsa.kv == "per_branch")
-    yield use(HALO, "all_to_all", times, exchanges(selector_halo), summed(selector_halo))
-    yield use(CONTEXT_GATHER, "all_gather", forward, summed(n_gathers), summed(gathered))
-    yield use(CONTEXT_SCATTER, "reduce_scatter", 1, summed(n_scatters), summed(scattered))
+    yield use(_HALO, "all_to_all", times, exchanges(selector_halo), summed(selector_halo))
+    yield use(_CONTEXT_GATHER, "all_gather", forward, summed(n_gathers), summed(gathered))
+    yield use(_CONTEXT_SCATTER, "reduce_scatter", 1, summed(n_scatters), summed(scattered))

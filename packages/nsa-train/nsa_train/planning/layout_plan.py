@@ -1,23 +1,196 @@
-"""Ranks the parallel layouts of a run by modelled tokens per second: memory, traffic, time, price and goodput of each.
+"""Parallel layouts of a run, ranked by modelled tokens per second: memory, traffic, time, price and goodput of each.
 
-Times are modelled: compute as in `nsa_train.planning.step_time`, communication from bytes and the assumed speed of
+Times are modelled: compute as in `nsa_train.planning.estimate`, communication from bytes and the assumed speed of
 links. Gathering weights and reducing gradients overlaps with compute; tensor and context parallelism does not.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from nsa.core.branches import BRANCH_ORDER
 from nsa.geometry import Geometry
+from nsa.options import CHECKPOINTING, Checkpointing, DataParallel
+from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.collective_bytes import OVERLAPPED, CollectiveUse, by_group, collectives, weight_shards
+from nsa_train.planning.collective_bytes import (
+    OVERLAPPED,
+    CollectiveUse,
+    StepCounts,
+    by_group,
+    collectives,
+    weight_shards,
+)
 from nsa_train.planning.estimate import MemoryEstimate, RunEstimate, estimate
-from nsa_train.planning.expected_goodput import FailureModel, RunGoodput
 from nsa_train.planning.hardware import RANKS_PER_NODE, HardwareTarget
-from nsa_train.planning.layouts import ImpossibleSplit, ParallelLayout, layouts
 from nsa_train.planning.model_figures import ModelFigures, model_figures
-from nsa_train.planning.resource_rules import SAFE_MEMORY
-from nsa_train.planning.step_counts import StepCounts
+from nsa_train.planning.preflight_rules import SAFE_MEMORY
+
+LLAMA3_GPU_HOURS = 16_384 * 54 * 24 / 419
+"""GPU-hours per interruption in the pretraining of Llama 3: 419 unexpected ones in 54 days on 16,384 GPUs."""
+_RESTART_S = 600.0
+"""Seconds from a failure to the next step, with detection, rendezvous and loading (assumed)."""
+_STORAGE_GB_S = 2.0
+"""Speed at which one node writes to storage (assumed)."""
+_STAGING_GB_S = 10.0
+"""Speed of copies from a GPU to the host, which a save in the background waits for (assumed)."""
+_FIXED_SAVE_S = 2.0
+"""Seconds for planning a save and for its barriers (assumed)."""
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    gpu_hours_per_failure: float = LLAMA3_GPU_HOURS
+    restart_s: float = _RESTART_S
+    storage_gb_s: float = _STORAGE_GB_S
+
+    def mtbf_s(self, gpus: int) -> float:
+        """Mean time between failures of any of so many GPUs."""
+        return 3600 * self.gpu_hours_per_failure / gpus
+
+    def save_s(self, checkpoint_bytes: float, gpus: int, writers: int, nodes: int, *, background: bool) -> float:
+        """Seconds for which a save stops training. `writers`: ranks that have a share of the checkpoint to write."""
+        if background:
+            return _FIXED_SAVE_S + checkpoint_bytes / min(writers, gpus) / (1e9 * _STAGING_GB_S)
+        return _FIXED_SAVE_S + self.write_s(checkpoint_bytes, nodes)
+
+    def write_s(self, checkpoint_bytes: float, nodes: int) -> float:
+        """Seconds until a checkpoint is stored by the nodes that hold a share of it."""
+        return checkpoint_bytes / (1e9 * self.storage_gb_s * nodes)
+
+
+@dataclass(frozen=True)
+class RunGoodput:
+    """Share of the time that failures and saving cost (Young and Daly): with a mean time between failures M, a save
+    that stops training for δ and a restart that takes R, saving every T loses δ/T + T/(2M) + R/M; T = √(2δM) loses
+    least."""
+
+    mtbf_s: float
+    save_s: float
+    restart_s: float
+    interval_s: float
+    """Seconds between two saves."""
+
+    @property
+    def best_interval_s(self) -> float:
+        return sqrt(2 * self.save_s * self.mtbf_s)
+
+    @property
+    def lost(self) -> float:
+        """Share of the time: saving, steps done again, restarts; at most 1."""
+        return min(1.0, self.lost_at(self.interval_s))
+
+    def lost_at(self, interval_s: float) -> float:
+        return self.save_s / interval_s + interval_s / (2 * self.mtbf_s) + self.restart_s / self.mtbf_s
+
+
+_LARGEST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How a run with a given model, length and global batch is divided among its ranks."""
+
+    data: DataParallel
+    shard_ranks: int | None
+    """Data-parallel ranks that share one copy of the weights (hsdp)."""
+    tp: int
+    cp: int
+    rows: int
+    """Micro-batch: rows that a data-parallel rank computes at once."""
+    batch_size: int
+    """Rows of all ranks in one pass."""
+    passes: int
+    """Forward and backward passes per step (gradient accumulation)."""
+    checkpointing: Checkpointing
+
+    @property
+    def name(self) -> str:
+        """Data parallelism, as in a table: hsdp 8."""
+        return self.data if self.shard_ranks is None else f"{self.data} {self.shard_ranks}"
+
+    def overrides(self) -> list[str]:
+        """Settings to give after the config."""
+        shards = "null" if self.shard_ranks is None else self.shard_ranks
+        return [
+            f"parallel.data={self.data}",
+            *([f"parallel.shard_ranks={shards}"] if self.data == "hsdp" else []),
+            f"parallel.tp={self.tp}",
+            f"parallel.cp={self.cp}",
+            f"train.batch_size={self.batch_size}",
+            f"train.accumulate_grad_batches={self.passes}",
+            f"runtime.gradient_checkpointing={self.checkpointing}",
+        ]
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The run with this layout."""
+        parallel = dict(data=self.data, shard_ranks=self.shard_ranks, tp=self.tp, cp=self.cp)
+        train = dict(batch_size=self.batch_size, accumulate_grad_batches=self.passes)
+        return config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=parallel),
+                "train": config.train.model_copy(update=train),
+                "runtime": config.runtime.model_copy(update={"gradient_checkpointing": self.checkpointing}),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class ImpossibleSplit:
+    """Degrees of tensor and context parallelism that a rule excludes."""
+
+    tp: int
+    cp: int
+    reason: str
+
+
+def layouts(config: RunConfig, ranks: int, ranks_per_node: int) -> Iterator[ParallelLayout | ImpossibleSplit]:
+    """Every layout with the run's global batch that keeps the rules; for a split of rows that keeps none, why.
+
+    Tensor parallelism stays inside a node. Degrees, shards and rows are powers of two, and what divides the ranks.
+    """
+    global_rows = config.train.global_rows
+    for tp in _powers(min(ranks, ranks_per_node)):
+        for cp in _powers(ranks // tp):
+            if reason := _why_not(config, ranks, ranks_per_node, tp, cp, global_rows):
+                yield ImpossibleSplit(tp, cp, reason)
+            else:
+                yield from _of_split(config, ranks, ranks_per_node, tp, cp, global_rows)
+
+
+def _why_not(config: RunConfig, ranks: int, ranks_per_node: int, tp: int, cp: int, global_rows: int) -> str | None:
+    if ranks % (tp * cp):
+        return f"{tp * cp} ranks to a row do not divide {ranks} ranks"
+    data_ranks = ranks // (tp * cp)
+    if global_rows % data_ranks:
+        return (
+            f"{data_ranks} data-parallel ranks do not divide the global batch of {global_rows} rows "
+            f"(train.batch_size times train.accumulate_grad_batches)"
+        )
+    one = ParallelLayout("fsdp", None, tp, cp, 1, data_ranks, 1, "full").applied(config)
+    broken = next(broken_parallel_rules(one, ranks, ranks_per_node), None)
+    return None if broken is None else broken.message
+
+
+def _of_split(
+    config: RunConfig, ranks: int, ranks_per_node: int, tp: int, cp: int, global_rows: int
+) -> Iterator[ParallelLayout]:
+    data_ranks = ranks // (tp * cp)
+    kinds: list[tuple[DataParallel, int | None]] = [("fsdp", None)]
+    kinds += [("hsdp", shards) for shards in _powers(data_ranks // 2) if data_ranks % shards == 0]
+    of_one = global_rows // data_ranks
+    for rows in _powers(min(of_one, _LARGEST_ROWS)):
+        if of_one % rows:
+            continue
+        for data, shards in kinds:
+            for mode in CHECKPOINTING:
+                yield ParallelLayout(data, shards, tp, cp, rows, rows * data_ranks, of_one // rows, mode)
+
+
+def _powers(largest: int) -> list[int]:
+    """Powers of two up to `largest`."""
+    return [2**n for n in range(largest.bit_length())]
+
 
 _LINK_SHARE = 0.8
 """Share of a link's speed that a collective reaches (assumed)."""

@@ -19,7 +19,7 @@ from nsa_train.run_model import ALL_PARAMETERS, build_model, trainable_names
 
 _POSSIBLE_SIZE = 2**24
 _FP32 = 4
-EMBEDDINGS, HEAD = "embeddings", "lm_head"
+_EMBEDDINGS, HEAD = "embeddings", "lm_head"
 """Parts of the model outside its blocks, each gathered and reduced on its own by fsdp and hsdp."""
 _FIRST_BLOCK = "blocks.0."
 _SPLIT_BY_INPUT = ("attention.w_out.weight", "feed_forward.w2.weight", ".pos_emb")
@@ -130,9 +130,9 @@ def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
     def part(of: Mapping[str, torch.nn.Parameter], prefix: str) -> ParameterShapes:
         return ParameterShapes.of((name, each) for name, each in of.items() if name.startswith(prefix))
 
-    outside = {name: part(first, f"{name}.") for name in (EMBEDDINGS, HEAD)}
+    outside = {name: part(first, f"{name}.") for name in (_EMBEDDINGS, HEAD)}
     if config.model.tie_embeddings:
-        outside = {HEAD: ParameterShapes(outside[EMBEDDINGS].shapes + outside[HEAD].shapes)}
+        outside = {HEAD: ParameterShapes(outside[_EMBEDDINGS].shapes + outside[HEAD].shapes)}
     return ModelFigures(
         parameters=_parameters(config, models),
         blocks={kind: part(of, "blocks.") for kind, of in named.items()},

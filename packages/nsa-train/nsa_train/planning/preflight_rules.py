@@ -1,18 +1,25 @@
-"""Preflight rules: what a run must satisfy before it starts. Pure functions of the collected facts.
+"""Preflight rules and verdicts: what a run must satisfy before it starts. Pure functions of the collected facts.
 
 Most rules apply to long runs only, where a mistake costs days: 24.5 GPU-hours were once spent on a toy model in fp32
 with checkpoints disabled. To add a rule, add it to RULES here and a case to tests/nsa_train/planning/test_preflight.py.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
+from nsa.errors import ConfigError, PreflightError
+from nsa.kernels.choice_text import kernels_text
+from nsa_train.config.layer import nearest
 from nsa_train.config.schema import RunConfig
 from nsa_train.config.setting_types import plain
+from nsa_train.planning.estimate import BACKENDS, MemoryEstimate
+from nsa_train.planning.hardware import GIB
 from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
-from nsa_train.planning.resource_rules import disk, fast_kernels, gradient_checkpointing, memory
+from nsa_train.run_model import wanted_kernels
 
+SAFE_MEMORY = 0.9  # share of the memory that an estimate may fill
 LONG_RUN_STEPS = 5000
 _LONG_RUN_S = 2 * 3600.0
 _TOY_PARAMETERS = 10_000_000  # in the blocks
@@ -52,11 +59,6 @@ def _setting_rule(
         return finding(holds(value), f"{key} is {plain(value)}", why, fix)
 
     return check
-
-
-def _switch_rule(key: str, required: bool, why: str) -> Callable[[PreflightFacts], RuleFinding]:
-    """A rule that a boolean setting has this value."""
-    return _setting_rule(key, lambda value: value is required, why, f"Set {key}={plain(required)}.")
 
 
 def why_no_fp16(precision: str) -> str | None:
@@ -126,6 +128,101 @@ def _record_gap(facts: PreflightFacts) -> RuleFinding:
     )
 
 
+def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
+    """Judges the backends that will run: as decided on this machine, else as the settings request them."""
+    device, is_gpu = facts.target.device.name, facts.target.device.is_gpu
+    fastest = BACKENDS[is_gpu][0]
+    if facts.kernels_problem is not None:
+        return RuleFinding(False, facts.kernels_problem, "Set kernels.*=auto, and unset NSA_KERNEL.")
+    if facts.kernels is not None:
+        slow = [choice.branch for choice in facts.kernels if choice.backend != fastest]
+        what = f"kernels: {kernels_text(facts.kernels)}"
+    else:
+        requested = wanted_kernels(facts.config)._asdict()
+        slow = [branch for branch, name in requested.items() if name not in ("auto", fastest)]
+        what = ", ".join(f"kernels.{branch} is {requested[branch]}" for branch in slow)
+        what += "" if facts.config.runtime.use_flash else " (runtime.use_flash is false)"
+        if not slow:
+            return RuleFinding(None, f"decided at the start, on {device}: {fastest} if it can run there, else portable")
+    if not slow:
+        return RuleFinding(True, what)
+    fix = f"Set kernels.*=auto runtime.use_flash=true, and unset NSA_KERNEL: {fastest} is the fast backend on {device}."
+    if facts.kernels is not None and not all(choice.requested for choice in facts.kernels):
+        fix = "Correct what prevents it, as the message says" + ("; `nsa gpu-check` shows more." if is_gpu else ".")
+    return RuleFinding(False, f"{what}: {_slower(facts, fastest)}", fix)
+
+
+def _slower(facts: PreflightFacts, fastest: str) -> str:
+    """How much slower the run's backend is than the fastest, in tokens/s."""
+    if facts.estimate is None:
+        return f"slower than {fastest}"
+    tokens, backends = facts.estimate.tokens_per_step, {one.backend: one for one in facts.estimate.backends}
+    slow = backends.get(facts.estimate.backend, facts.estimate.backends[-1])
+    figures = [f"{tokens / one.step_s:,.0f} tokens/s with {one.backend}" for one in (slow, backends[fastest])]
+    return f"about {figures[0]}, {figures[1]} ({slow.timing.partition(':')[0]}, not measured)"
+
+
+def _gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
+    """Requires checkpointing unless there is room for what the estimate may be off by."""
+    mode = facts.config.runtime.gradient_checkpointing
+    setting = f"runtime.gradient_checkpointing is {mode}"
+    if mode == "full":
+        return RuleFinding(True, setting)
+    if facts.estimate is None:
+        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
+    memory = facts.estimate.memory
+    room = int(SAFE_MEMORY * memory.available)
+    return finding(
+        memory.total <= room,
+        f"{setting}, about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB",
+        f"a long run needs {1 - SAFE_MEMORY:.0%} of the memory free, because the estimate is not exact",
+        _more_checkpointing(memory, room),
+    )
+
+
+def _more_checkpointing(memory: MemoryEstimate, room: int) -> str:
+    """The least checkpointing that fits."""
+    fits = replace(memory, gradient_checkpointing="selective").total <= room
+    mode = "selective" if fits and memory.gradient_checkpointing == "off" else "full"
+    return f"Set runtime.gradient_checkpointing={mode}."
+
+
+def _memory(facts: PreflightFacts) -> RuleFinding:
+    if facts.estimate is None:
+        return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
+    memory, config = facts.estimate.memory, facts.config
+    what = f"about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB of {facts.target.device.name}"
+    if memory.fits:
+        return RuleFinding(True, what)
+    if memory.weights + memory.gradients + memory.optimizer > memory.available:
+        fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
+    elif config.runtime.gradient_checkpointing != "full":
+        fix = _more_checkpointing(memory, memory.available)
+    elif config.train.batch_size > (shares := facts.target.data_ranks(config.parallel.ranks_per_row)):
+        half = max(shares, config.train.batch_size // 2)
+        more = config.train.global_rows // half
+        fix = f"Set train.batch_size={half} train.accumulate_grad_batches={more}."
+    else:
+        fix = "Shard with parallel.data=fsdp over more GPUs, or shorten train.seq_len."
+    return RuleFinding(False, f"{what}: the run would run out of memory", fix)
+
+
+def _disk(facts: PreflightFacts) -> RuleFinding:
+    if facts.estimate is None:
+        return RuleFinding(None, "the checkpoint size is unknown without the vocabulary size")
+    if facts.folder.disk_free is None:
+        return RuleFinding(None, f"the free space on the disk of {facts.folder.path} is unknown")
+    keep = facts.estimate.kept_checkpoints
+    there = min(keep, len(facts.folder.checkpoints))
+    need = (keep + 1 - there) * facts.estimate.checkpoint_bytes + facts.estimate.export_bytes
+    fits = need <= facts.folder.disk_free
+    what = f"{need / GIB:.2f} GiB for {keep} + 1 checkpoints and the final model"
+    if not facts.target.here:
+        return RuleFinding(None, f"{what}: the disk of {facts.target} cannot be checked from this machine")
+    what = f"{what}, {facts.folder.disk_free / GIB:.1f} GiB free"
+    return RuleFinding(fits, what, "Free disk space, set train.out_dir to another disk, or keep fewer checkpoints.")
+
+
 def _out_dir(facts: PreflightFacts) -> RuleFinding:
     problem, path = facts.folder.problem, facts.folder.path
     if problem is None:
@@ -193,8 +290,8 @@ RULES: tuple[PreflightRule, ...] = (
         applies=lambda facts: facts.config.runtime.precision != "fp16",
     ),
     PreflightRule("precision_fp16", "not fp16", _precision_fp16, can_be_allowed=False),
-    PreflightRule("gradient_checkpointing", "on where memory is short", gradient_checkpointing, long_runs_only=True),
-    PreflightRule("flash", "fast kernels", fast_kernels, long_runs_only=True),
+    PreflightRule("gradient_checkpointing", "on where memory is short", _gradient_checkpointing, long_runs_only=True),
+    PreflightRule("flash", "fast kernels", _fast_kernels, long_runs_only=True),
     PreflightRule("save_every", "checkpoints are written", _save_every, long_runs_only=True),
     PreflightRule(
         "recovery_points",
@@ -229,7 +326,12 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule(
         "synthetic_on_fail",
         "off",
-        _switch_rule("data.synthetic_on_fail", False, "a long run must not continue on synthetic data"),
+        _setting_rule(
+            "data.synthetic_on_fail",
+            lambda value: not value,
+            "a long run must not continue on synthetic data",
+            "Set data.synthetic_on_fail=false.",
+        ),
         long_runs_only=True,
     ),
     PreflightRule(
@@ -248,8 +350,8 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule("other_run", "an unused run folder", _other_run),
     PreflightRule(HALT_FILE, "no .HALT file", _halt_file),
     PreflightRule("ranks", "batch divisible by ranks", _ranks, can_be_allowed=False),
-    PreflightRule("memory", "enough device memory", memory),
-    PreflightRule("disk", "enough disk space", disk),
+    PreflightRule("memory", "enough device memory", _memory),
+    PreflightRule("disk", "enough disk space", _disk),
     PreflightRule(
         "data", "a batch in time", _dry_run_rule(lambda facts: facts.dry_run.data, "Correct data.* and try again.")
     ),
@@ -288,3 +390,69 @@ NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+class RuleStatus(StrEnum):
+    PASS = "pass"
+    FAIL = "fail"
+    ALLOWED = "allowed"
+    """The rule fails and was allowed by name (`--allow`)."""
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True)
+class RuleVerdict:
+    rule: str
+    asks: str
+    status: RuleStatus
+    message: str
+    fix: str = ""
+
+
+def judge(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
+    """Evaluate every rule that applies to this run."""
+    check_names(allowed)
+    long = is_long(facts)
+    rules = [rule for rule in RULES if (long or not rule.long_runs_only) and rule.applies(facts)]
+    return [_verdict(rule.name, rule.asks, rule.check(facts), allowed) for rule in rules]
+
+
+def failed(verdicts: Iterable[RuleVerdict]) -> list[RuleVerdict]:
+    return [verdict for verdict in verdicts if verdict.status == RuleStatus.FAIL]
+
+
+def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
+    """Raise with every rule that failed."""
+    if not (failures := failed(verdicts)):
+        return
+    count = "1 rule" if len(failures) == 1 else f"{len(failures)} rules"
+    lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failures]
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(failures)]))
+
+
+def how_to_override(failed: Iterable[RuleVerdict]) -> str:
+    """The `--allow` options that would start the run anyway, or the rules that cannot be allowed."""
+    rules = [verdict.rule for verdict in failed]
+    if never := [rule for rule in rules if rule in NEVER_ALLOWED]:
+        return f"--allow does not apply to {', '.join(never)}: the run could not start."
+    return "To run it anyway: " + " ".join(f"--allow={rule}" for rule in rules)
+
+
+def check_names(allowed: Sequence[str]) -> None:
+    """Refuse an `--allow` that names no rule, which would otherwise be ignored silently."""
+    for name in allowed:
+        if name not in NAMES:
+            guess = nearest(name, NAMES)
+            hint = f"Did you mean {guess}?" if guess else f"Rules are {', '.join(NAMES)}."
+            raise ConfigError(f"--allow {name}: no such preflight rule. {hint}")
+        if name in NEVER_ALLOWED:
+            raise ConfigError(f"--allow {name}: the run could not start. Correct what this rule reports.")
+
+
+def _verdict(name: str, asks: str, finding: RuleFinding, allowed: Sequence[str]) -> RuleVerdict:
+    if finding.holds is None:
+        return RuleVerdict(name, asks, RuleStatus.NOT_CHECKED, finding.what)
+    if finding.holds:
+        return RuleVerdict(name, asks, RuleStatus.PASS, finding.what)
+    status = RuleStatus.ALLOWED if name in allowed else RuleStatus.FAIL
+    return RuleVerdict(name, asks, status, finding.what, finding.fix)

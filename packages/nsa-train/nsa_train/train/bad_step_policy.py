@@ -57,6 +57,10 @@ class BadStepState:
         """Batches trained on or left out by the end of a step."""
         return step + sum(end - first for first, end in self.left_out)
 
+    def counts(self) -> dict[str, int]:
+        """Totals by their names in the heartbeat."""
+        return {"skipped_steps": self.skipped_steps, "nonfinite_steps": self.nonfinite_steps}
+
     def window(self) -> dict[str, Any]:
         """The saved part of the state, without `left_out`, which a checkpoint's record holds separately."""
         values = asdict(self)

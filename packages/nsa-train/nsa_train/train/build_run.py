@@ -26,7 +26,7 @@ from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, counts, make_bad_step_policy
+from nsa_train.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, make_bad_step_policy
 from nsa_train.train.engine.build import build_train_module, build_trainer
 from nsa_train.train.engine.checkpoint_callback import make_checkpoint_callback
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
@@ -78,15 +78,6 @@ class RunInputs:
     """A checkpoint whose weights a new run starts with."""
 
 
-@dataclass(frozen=True)
-class RunParts:
-    """What `nsa_train.train.run` needs to train."""
-
-    trainer: RollbackTrainer
-    heartbeat: HeartbeatCallback
-    stop_requests: StopRequestCallback
-
-
 def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
     """Everything that can refuse a run; writes nothing to its folder."""
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -106,7 +97,7 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
         on_first_rank(ranks, partial(require_same_data, point.path, config, data, changes))
     loader = RowLoader(
         data,
-        global_rows=datasets.global_rows(config),
+        global_rows=config.train.global_rows,
         ranks=ranks,
         work_dir=folder.path,
         prefetch=_prefetch_settings(config),
@@ -141,8 +132,10 @@ def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cl
     return Path(checkpoint)
 
 
-def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> RunParts:
-    """The train module, the callbacks around its steps, and the trainer."""
+def build_trainer_of_run(
+    context: RunContext, inputs: RunInputs, report: RunReport
+) -> tuple[RollbackTrainer, HeartbeatCallback, StopRequestCallback]:
+    """The trainer, with the train module and the callbacks around its steps."""
     config, ranks, folder = context.config, context.ranks, context.folder
     collectives = HostCollectives(config.parallel.timeout_s)
     policy = make_bad_step_policy(config)
@@ -156,19 +149,19 @@ def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> Ru
         data=str(inputs.data),
         synthetic=isinstance(inputs.data, SyntheticData),
         emit=report.beat,
-        counts=lambda: counts(policy.state),
+        counts=lambda: policy.state.counts(),
         allowed=context.options.allow,
     )
-    module.bad_steps = BadStepCallback(
+    bad_steps = BadStepCallback(
         policy, collectives, checkpoints, heartbeat, report.event_log, deferred=bool(module.optim.defaults["fused"])
     )
-    checkpoints.settle = module.bad_steps.settle
+    module.judge_step, checkpoints.settle = bad_steps.judge_step, bad_steps.settle
     stop_requests = StopRequestCallback(
         folder, ranks, collectives, context.signals, checkpoints, heartbeat, report.event_log
     )
     callbacks: dict[str, Callback] = {
         "heartbeat": heartbeat,
-        "bad_steps": module.bad_steps,
+        "bad_steps": bad_steps,
         "checkpointer": checkpoints,
         "stop_requests": stop_requests,
     }
@@ -192,7 +185,7 @@ def build_parts(context: RunContext, inputs: RunInputs, report: RunReport) -> Ru
     trainer = build_trainer(config, folder, module, inputs.loader, inputs.checkpointer, callbacks)
     inputs.checkpointer.tokenizer = inputs.tokenizer
     inputs.checkpointer.record = lambda: _run_record(context, inputs, trainer, policy)
-    return RunParts(trainer, heartbeat, stop_requests)
+    return trainer, heartbeat, stop_requests
 
 
 def _run_record(context: RunContext, inputs: RunInputs, trainer: RollbackTrainer, policy: BadStepPolicy) -> RunRecord:

@@ -1,4 +1,4 @@
-"""Builds the training and held-out datasets of a run from its settings; global batch size; location of the data."""
+"""Builds the training and held-out datasets of a run from its settings; location of the data."""
 
 import glob
 from contextlib import suppress
@@ -108,11 +108,6 @@ def training_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = 
 def held_out_rows(config: RunConfig, vocab_size: int, run_folder: Path | None = None) -> RowData:
     """One pass over rows that training never sees."""
     return _rows(config, vocab_size, run_folder, held_out=True)
-
-
-def global_rows(config: RunConfig) -> int:
-    """Global batch size: rows of one optimizer step, over all ranks and forward passes."""
-    return config.train.batch_size * config.train.accumulate_grad_batches
 
 
 def remote_address(config: RunConfig) -> str | None:

@@ -2,18 +2,21 @@
 
 On the hardware of the run, the step is real and timed. For hardware that is not here it runs with fake tensors, which
 have shapes and dtypes and no values: this finds shapes that do not match, but not a lack of memory. No file remains.
+
+As a program (`nsa.child_process`) it is the child of `nsa_train.train.gather_preflight_facts`.
 """
 
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nsa.child_process import answer_parent
 from nsa.errors import NSAError
 from nsa.files import scratch_folder
 from nsa_train.checkpoint.folder import CheckpointFolder
@@ -22,20 +25,19 @@ from nsa_train.checkpoint.run_state import RunRecord
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.names import CHECKPOINTS, step_name
-from nsa_train.planning.hardware import GIB, HardwareTarget
+from nsa_train.planning.hardware import GIB, HardwareDevice, HardwareTarget
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt
-from nsa_train.run_model import freeze_others
 from nsa_train.train import datasets
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa_train.train.engine.build import build_train_module, choose_device
 from nsa_train.train.engine.checkpointer import make_checkpointer, signing_key
 from nsa_train.train.engine.data_loader import Tensors, to_engine
 from nsa_train.train.engine.engine_log import quiet_engine_log
-from nsa_train.train.engine.mixer import transformer_config
+from nsa_train.train.engine.simulated_rank import fake_train_module
+from nsa_train.train.engine.train_module import StepSkippingTrainModule
 
 Log = Callable[[str], None]
-OnDone = Callable[[str, DryRunAttempt], None]
+_OnDone = Callable[[str, DryRunAttempt], None]
 
 # A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
 _FAILURES = (NSAError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError, MemoryError)
@@ -49,7 +51,7 @@ def dry_run(
     *,
     fetch_remote: bool,
     log: Log,
-    done: OnDone = lambda part, attempt: None,
+    done: _OnDone = lambda part, attempt: None,
     no_data: str | None = None,
     no_real_step: str | None = None,
 ) -> DryRun:
@@ -86,7 +88,7 @@ def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
 
 
 def _try_here(
-    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: Log, done: OnDone
+    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: Log, done: _OnDone
 ) -> DryRun:
     try:
         device = choose_device(config, RankInfo())
@@ -128,7 +130,7 @@ def _try_data(
     try:
         wanted = datasets.training_rows(config, vocab_size)
         with BatchPrefetcher(
-            wanted, global_rows=datasets.global_rows(config), world=world, settings=settings
+            wanted, global_rows=config.train.global_rows, world=world, settings=settings
         ) as prefetcher:
             prefetcher.warm_up()
             batch = next(prefetcher)
@@ -155,7 +157,7 @@ def _step(module: StepSkippingTrainModule, config: RunConfig, batch: Tensors) ->
     loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
     if pass_s < _REPEAT_BELOW_S:  # the first one also compiles and warms up
         loss, pass_s = _timed(lambda: module.forward_backward(share), on_gpu)
-    norm = module.clip_gradients(config.train.grad_clip or float("inf"))
+    norm = float(module.clip_gradients(config.train.grad_clip or float("inf")))
     _, optimizer_s = _timed(module.optim.step, on_gpu)
     module.zero_grads()
     if not math.isfinite(loss) or not math.isfinite(norm):
@@ -206,26 +208,18 @@ def _size(folder: Path) -> int:
 
 
 def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAttempt, DryRunAttempt]:
-    """Forward, loss and backward of one rank's share with fake tensors."""
+    """A step of one rank's share with fake tensors."""
     share = _share_of_one(config, world)
-    with FakeTensorMode():
-        try:
-            model = transformer_config(share, vocab_size).build(init_device="cpu")
-            freeze_others(model, share.train.trainable)
-        except _FAILURES as error:
-            return DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there is no model")
-        built = DryRunAttempt(seen=f"{model.num_params:,} parameters, as fake tensors")
-        tokens = torch.zeros(share.train.batch_size, share.train.seq_len, dtype=torch.long)
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=share.runtime.precision == "bf16"):
-                output = model(tokens, labels=tokens, loss_reduction="mean", return_logits=False)
-            output.loss.backward()
-        except _FAILURES as error:
-            return built, DryRunAttempt(problem=_describe(error))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    without = [name for name, parameter in trained if parameter.grad is None]
-    if without:
-        return built, DryRunAttempt(problem=f"{len(without)} parameters get no gradient, {without[0]} first")
+    try:
+        module, mode = fake_train_module(share, vocab_size, RankInfo())
+    except _FAILURES as error:
+        return DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there is no model")
+    built = DryRunAttempt(seen=f"{module.model.num_params:,} parameters, as fake tensors")
+    try:
+        with mode:
+            module.step_without_trainer([_random_batch(share, vocab_size)], share.train.grad_clip or float("inf"))
+    except _FAILURES as error:
+        return built, DryRunAttempt(problem=_describe(error))
     return built, DryRunAttempt(seen="shapes only, with fake tensors: time and memory were not measured")
 
 
@@ -233,3 +227,24 @@ def _describe(error: BaseException) -> str:
     """One line, with the exception type, which says more than some messages."""
     text = " ".join(str(error).split())
     return text if isinstance(error, NSAError) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _answer(
+    send: Callable[..., None], config: dict[str, Any], vocab_size: int, target: dict[str, Any], **options: Any
+) -> None:
+    """In the child: run with arguments in plain values, and send what is known of each part at once."""
+    Path("/proc/self/oom_score_adj").write_text("1000")  # the first victim if the machine's memory runs out
+    tried = dry_run(
+        RunConfig.model_validate(config),
+        vocab_size,
+        HardwareTarget(**{**target, "device": HardwareDevice(**target["device"])}),
+        log=lambda text: send(log=text),
+        done=lambda part, attempt: send(attempts={part: asdict(attempt)}),
+        **options,
+    )
+    attempts = asdict(tried)
+    send(step_s=attempts.pop("step_s"), attempts=attempts)
+
+
+if __name__ == "__main__":
+    answer_parent(_answer)

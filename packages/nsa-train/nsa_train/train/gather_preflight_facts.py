@@ -1,12 +1,17 @@
 """Collects the facts for preflight (`nsa_train.planning`): before a run with a dry run, at its start without one."""
 
 import math
+import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from nsa.child_process import ChildFailed, ChildProcess
 from nsa.errors import CheckpointError, ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError, StoreRefused
+from nsa.files import remove_scratch_of
 from nsa.kernels.registry import BackendChoice, backend_request, plan
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.lock import holder
@@ -16,20 +21,17 @@ from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.data.rows.specs import DirectData, PreparedData
 from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.planning.estimate import RunEstimate, estimate
-from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here
-from nsa_train.planning.host_memory import host_memory
-from nsa_train.planning.preflight import failed, judge, require_passed
+from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here, host_memory, process_memory
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
-from nsa_train.planning.preflight_rules import HALT_FILE, HELD_OUT, is_long, why_no_fp16
+from nsa_train.planning.preflight_rules import HALT_FILE, HELD_OUT, failed, is_long, judge, require_passed, why_no_fp16
 from nsa_train.record.run_folder import RunFolder, why_not_writable
 from nsa_train.run_model import kernel_shape, wanted_kernels
 from nsa_train.storage import StorageFolder
 from nsa_train.train import datasets
 from nsa_train.train.distributed import RankInfo, check_world_size
-from nsa_train.train.dry_run_process import DryRunLimits, DryRunRequest, dry_run_in_child
 from nsa_train.train.start_options import StartOptions
 
-DRY_RUN_S = 600.0
+_DRY_RUN_S = 600.0
 _SPARED_SHARE = 0.9  # of the available memory: the rest is for other processes
 _BATCH_BYTES_PER_TOKEN = 64  # ids, labels and document lengths, as they are built, sent and received
 
@@ -48,7 +50,7 @@ def gather(
     resuming: bool = False,
     log: Callable[[str], None] = lambda text: None,
     memory_limit: int | None = None,
-    time_limit_s: float = DRY_RUN_S,
+    time_limit_s: float = _DRY_RUN_S,
 ) -> PreflightFacts:
     """The facts of a run that has not started. `try_it`: with a dry run, whose progress goes to `log`. Without one,
     `look_for_data` checks whether the data exists, `look_for_held_out` whether it gives a batch to evaluate on.
@@ -71,29 +73,26 @@ def gather(
         return PreflightFacts(config, target, None, folder, tried, problem, resuming, store=store)
     estimated = estimate(config, target, vocab_size, efficiency=efficiency, price=price)
     spare = memory_limit or int(_SPARED_SHARE * host_memory().available)
-    if try_it and problem is not None:
-        tried = DryRun.not_tried("the config cannot be computed: see the rule ranks")
-        tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
-    elif try_it and why_no_fp16(config.runtime.precision):
-        tried = DryRun.not_tried("the config cannot be computed: see the rule precision_fp16")
-        tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
-    elif try_it:
+    broken_rule = "ranks" if problem else "precision_fp16" if why_no_fp16(config.runtime.precision) else None
+    if try_it and broken_rule is None:
         shares = target.data_ranks(config.parallel.ranks_per_row)
-        limits = DryRunLimits(spare, time_s=time_limit_s + config.data.loader_timeout_s)
-        request = DryRunRequest.of(
+        tried = dry_run_in_child(
             config,
             vocab_size,
             target,
+            log=log,
+            memory_bytes=spare,
+            time_s=time_limit_s + config.data.loader_timeout_s,
             fetch_remote=fetch_remote,
-            no_data=_too_large(_batch_bytes(config, datasets.global_rows(config) // shares), spare, "a batch"),
+            no_data=_too_large(_batch_bytes(config, config.train.global_rows // shares), spare, "a batch"),
             no_real_step=_too_large(_host_bytes(estimated), spare, "a real step") if target.here else None,
         )
-        tried = dry_run_in_child(request, limits, log)
         if tried.step_s is not None:
             estimated = estimate(config, target, vocab_size, price=price, measured_step_s=tried.step_s)
     else:
-        tried = DryRun.not_tried("no dry run was requested")
-        if look_for_data:
+        see_rule = f"the config cannot be computed: see the rule {broken_rule}"
+        tried = DryRun.not_tried(see_rule if try_it else "no dry run was requested")
+        if try_it or look_for_data:
             tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
     held_out = DryRunAttempt(not_tried="no dry run was requested")
     if too_large := _too_large(_batch_bytes(config, config.train.batch_size), spare, "a batch"):
@@ -102,6 +101,50 @@ def gather(
         held_out = _held_out(config, vocab_size, resuming, fetch_remote=fetch_remote or look_for_held_out)
     facts = PreflightFacts(config, target, estimated, folder, tried, problem, resuming, held_out, store)
     return _with_kernels(facts, estimated, efficiency, price) if target.here and is_long(facts) else facts
+
+
+def dry_run_in_child(
+    config: RunConfig,
+    vocab_size: int,
+    target: HardwareTarget,
+    *,
+    log: Callable[[str], None],
+    memory_bytes: int,
+    time_s: float,
+    **options: Any,
+) -> DryRun:
+    """The result of `nsa_train.train.dry_run`, even if its process dies: the part that was being tried has failed then,
+    and those after it were not tried. The process and its descendants are ended above `memory_bytes`, and after
+    `time_s`.
+    """
+    attempts: dict[str, DryRunAttempt] = {}
+    step_s, deadline = None, time.monotonic() + time_s
+
+    def why_end() -> str | None:
+        if (used := process_memory(child.pid)) > memory_bytes:
+            return (
+                f"when it held {used / GIB:.2f} GiB: its limit is the {memory_bytes / GIB:.2f} GiB that this machine "
+                f"can spare"
+            )
+        late = time.monotonic() > deadline
+        return f"because it had not finished within {time_s:.0f} s (--timeout)" if late else None
+
+    with ChildProcess("the dry run", ("-m", "nsa_train.train.dry_run")) as child:
+        child.send(config=config.model_dump(mode="json"), vocab_size=vocab_size, target=asdict(target), **options)
+        try:
+            for message in child.messages(watch=why_end):
+                if "log" in message:
+                    log(message["log"])
+                attempts |= {part: DryRunAttempt(**attempt) for part, attempt in message.get("attempts", {}).items()}
+                step_s = message.get("step_s", step_s)
+        except ChildFailed as error:
+            if missing := [part for part in ("data", "model", "step", "checkpoint") if part not in attempts]:
+                rest = DryRunAttempt(not_tried=f"the dry run ended before it: see the rule {missing[0]}")
+                attempts |= {**dict.fromkeys(missing, rest), missing[0]: DryRunAttempt(problem=str(error))}
+        finally:
+            child.close()
+            remove_scratch_of(child.pid, Path(config.train.out_dir))
+    return DryRun(**attempts, step_s=step_s)
 
 
 def _with_kernels(

@@ -21,9 +21,9 @@ from torch import Tensor
 from nsa.model.loss import IGNORE, TokenScores
 from nsa_train.data.rows.batch import Batch
 
-FIRST_BUCKET = 128
+_FIRST_BUCKET = 128
 """Positions of the first bucket; every later one begins where the last ended and is as long as all before it."""
-_ENDS = torch.tensor([FIRST_BUCKET << shift for shift in range(48)])
+_ENDS = torch.tensor([_FIRST_BUCKET << shift for shift in range(48)])
 
 ScoreTokens = Callable[[Batch, Tensor], TokenScores]
 """(batch, labels [B, S]) → scores of every token [B, S]; values without a label are not read."""
@@ -103,7 +103,7 @@ class LossSums:
         for place, sums in enumerate(self._sums.T[:-1].tolist()):
             nats, tokens, n_bytes, hits, *more = sums
             if tokens:
-                begin, end = FIRST_BUCKET << place >> 1 if place else 0, FIRST_BUCKET << place
+                begin, end = _FIRST_BUCKET << place >> 1 if place else 0, _FIRST_BUCKET << place
                 error, per_byte = _standard_error(nats, tokens, *more), _bits_per_byte(nats, n_bytes)
                 parts.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
         return parts

@@ -106,7 +106,7 @@ def find_initial_weights(
     are refused. Other shapes are refused when the weights are loaded; other settings may be wanted, e.g. for a longer
     context.
     """
-    if is_exported_folder(init_from):
+    if _is_exported_folder(init_from):
         if importer is None:
             raise CheckpointError(
                 f"{init_from} is a folder in Transformers' format: this run starts from checkpoints. Import it with "
@@ -122,7 +122,7 @@ def find_initial_weights(
     return trained.path, [change for change in of_model if not change.allowed]
 
 
-def is_exported_folder(path: Path) -> bool:
+def _is_exported_folder(path: Path) -> bool:
     """Whether a folder is in Transformers' format, and not a run or a checkpoint."""
     return (path / "config.json").exists() and not (path / names.CHECKPOINTS).exists()
 

@@ -20,14 +20,14 @@ from nsa_train.checkpoint.lock import RunLock
 from nsa_train.config.schema import RunConfig
 from nsa_train.record import halt_file
 from nsa_train.record.run_folder import RunFolder
-from nsa_train.train.build_run import RunContext, build_parts, check_inputs
+from nsa_train.train.build_run import RunContext, build_trainer_of_run, check_inputs
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine.bad_step_hook import RollbackTrainer
 from nsa_train.train.engine.build import choose_device
 from nsa_train.train.engine.checkpointer import signing_key
 from nsa_train.train.engine.environment import on_first_rank, training_environment
+from nsa_train.train.engine.train_module import kernel_choices
 from nsa_train.train.gather_preflight_facts import require_preflight
-from nsa_train.train.kernel_choices import kernel_choices
 from nsa_train.train.resume import WeightImporter
 from nsa_train.train.run_outputs import RunReport, RunReporter, SilentReporter
 from nsa_train.train.signal_handlers import SignalHandlers
@@ -75,20 +75,20 @@ def train(
         inputs = check_inputs(context, cleanup)
         report = RunReport(config, options, ranks, folder, reporter)
         cleanup.callback(report.close)
-        parts = build_parts(context, inputs, report)
+        trainer, heartbeat, stop_requests = build_trainer_of_run(context, inputs, report)
         if device.type == "cpu" and not is_built():
             reporter.line(f"compiling the CPU kernels in {cache_folder()}, once for this machine …")
-        kernels = kernel_choices(parts.trainer.train_module, device)
+        kernels = kernel_choices(trainer.train_module, device)
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
         )
         if inputs.initial_weights is not None:
-            inputs.checkpointer.load_weights(inputs.initial_weights, parts.trainer.train_module)
-        _fit(parts.trainer, inputs.resume_point.path, folder.path)
-        exit_code = parts.stop_requests.exit_code
-        report.end(parts.trainer.global_step, exit_code)
+            inputs.checkpointer.load_weights(inputs.initial_weights, trainer.train_module)
+        _fit(trainer, inputs.resume_point.path, folder.path)
+        exit_code = stop_requests.exit_code
+        report.end(trainer.global_step, exit_code)
         if exit_code == ExitCode.DONE:
-            parts.heartbeat.log_done()
+            heartbeat.log_done()
         return exit_code
 
 
@@ -132,7 +132,7 @@ def _fit(trainer: RollbackTrainer, checkpoint: Path | None, run_folder: Path) ->
     if checkpoint is not None:
         trainer.load_checkpoint(checkpoint, load_trainer_state=True, load_optim_state=True)
     try:
-        trainer.fit()
+        trainer.train()
     except RuntimeError as error:
         # The engine wraps an error of one of its threads.
         if isinstance(error.__cause__, NSAError):

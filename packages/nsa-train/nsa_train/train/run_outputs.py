@@ -26,7 +26,6 @@ from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.record.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, tracked_numbers
 from nsa_train.record.run_folder import RunFolder
-from nsa_train.train import datasets
 from nsa_train.train.callbacks.evaluation import EvaluationResult
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import RankInfo
@@ -154,7 +153,7 @@ class RunReport:
             if changed := [str(change) for change in changes if not change.key.startswith("track.")]:
                 add(EventKind.SETTINGS_CHANGED, reason="; ".join(changed))
         self.reporter.line(
-            f"{data} · {vocab_size} ids · {config.train.steps} steps of {datasets.global_rows(config)} rows of "
+            f"{data} · {vocab_size} ids · {config.train.steps} steps of {config.train.global_rows} rows of "
             f"{config.train.seq_len} tokens · {ranks.world} rank(s) on {device} · {self.folder.path}"
         )
         self.reporter.line(f"kernels: {kernels_text(kernels)}")

@@ -28,7 +28,7 @@ DUMP = signal.SIGUSR1
 REGROUP = signal.SIGURG
 """Ignored by default, so that it does not end a rank that has not installed its handlers yet."""
 
-BUFFER = "TORCH_FR_BUFFER_SIZE"
+_BUFFER = "TORCH_FR_BUFFER_SIZE"
 _ENTRIES = "2000"
 _DUMPS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 """The second exists in builds with CUDA."""
@@ -99,8 +99,8 @@ class SignalHandlers:
 
 
 def enable_flight_recorder() -> None:
-    """Before the process groups are made: NCCL keeps a record only if `BUFFER` is set by then, Gloo always does."""
-    os.environ.setdefault(BUFFER, _ENTRIES)
+    """Before the process groups are made: NCCL keeps a record only if `_BUFFER` is set by then, Gloo always does."""
+    os.environ.setdefault(_BUFFER, _ENTRIES)
 
 
 def write_flight_record(path: Path) -> bool:

@@ -15,7 +15,7 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here
-from nsa_train.planning.preflight import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, judge
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.shipped import CORPUS
 from nsa_train.train.gather_preflight_facts import gather, try_held_out

@@ -13,7 +13,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from nsa_train.planning.step_counts import StepCounts
+from nsa_train.planning.collective_bytes import StepCounts
 from tests.nsa_train.train.runs import BASE, ROOT, environment
 
 VOCAB = 96

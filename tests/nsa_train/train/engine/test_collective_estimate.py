@@ -4,12 +4,13 @@ import pytest
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
+from nsa.errors import NSAError
+from nsa_train.cli.plan import simulate_in_child
 from nsa_train.config import load
 from nsa_train.planning.collective_bytes import by_group, collectives
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import RANKS_PER_NODE, parse_target
 from nsa_train.planning.model_figures import model_figures
-from nsa_train.train.simulation_process import SimulationFailed, SimulationRequest, simulate_in_child
 from tests.nsa_train.train.runs import write_config
 
 SMALL = [
@@ -37,7 +38,7 @@ _SMALL_CALLS = 1024
 
 def require_equal(folder, world, *changes):
     config = load(write_config(folder), overrides=[*SMALL, *changes])
-    counts = simulate_in_child(SimulationRequest(config.model_dump(mode="json"), 128, world, min(world, 8)))
+    counts = simulate_in_child(config, 128, parse_target(f"h100-80gb:{world}"))
     model = model_figures(config, 128)
     estimated = by_group(collectives(config, model, world, RANKS_PER_NODE, counts.passes))
     for group, total in counts.collectives.items():
@@ -61,6 +62,5 @@ def test_the_estimate_is_right_for_every_layout(name, tmp_path):
 
 def test_a_simulation_that_takes_too_long_is_an_error_with_a_fix(tmp_path):
     config = load(write_config(tmp_path), overrides=SMALL)
-    request = SimulationRequest(config.model_dump(mode="json"), 128, 4, 4)
-    with pytest.raises(SimulationFailed, match="Simulate fewer layers"):
-        simulate_in_child(request, time_s=0.01)
+    with pytest.raises(NSAError, match="Simulate fewer layers"):
+        simulate_in_child(config, 128, parse_target("h100-80gb:4"), limit_s=0.01)

@@ -10,7 +10,7 @@ from olmo_core.nn.lm_head import LMHead, LMHeadConfig
 
 from nsa.model import loss as loss_module
 from nsa.model.loss import ScoreSums
-from nsa_train.train.engine.lm_head import SCORE_SUMS, ChunkedHead
+from nsa_train.train.engine.transformer import SCORE_SUMS, ChunkedHead
 
 ROWS, TOKENS, DIM, VOCAB = 2, 33, 16, 57
 

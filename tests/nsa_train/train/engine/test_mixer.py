@@ -14,9 +14,9 @@ from nsa_train.config.schema import RunConfig, TrainConfig
 from nsa_train.run_model import build_model
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module
-from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, transformer_config
-from nsa_train.train.parallel.context_exchange import ContextGroup
-from nsa_train.train.parallel.row_split import RowSplit
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig
+from nsa_train.train.engine.transformer import transformer_config
+from nsa_train.train.parallel.context_exchange import ContextGroup, RowSplit
 from tests.attention_options import FAMILIES, OPTIONS, PHIS
 from tests.initial_weights import RAISED, require_raised
 

@@ -17,7 +17,8 @@ from nsa.options import CHECKPOINTING
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module, compiles
-from nsa_train.train.engine.mixer import SharedPositions, transformer_config
+from nsa_train.train.engine.mixer import SharedPositions
+from nsa_train.train.engine.transformer import transformer_config
 from tests.attention_options import FAMILIES
 
 CPU = torch.device("cpu")
@@ -60,8 +61,7 @@ def plain_batch(seed: int) -> dict:
 
 
 def loss_of(module, batch: dict) -> torch.Tensor:
-    ids, labels, more = module._prepare_batch(dict(batch))
-    return module.model_forward(ids, labels=labels, loss_reduction="mean", return_logits=False, **more).loss
+    return module.model_forward(**batch, loss_reduction="mean", return_logits=False).loss
 
 
 def gradients(module, batch: dict) -> dict[str, torch.Tensor]:

@@ -25,8 +25,7 @@ from nsa_train.record.events import EventKind, LauncherAction, read_events  # no
 from nsa_train.record.failure_codes import code_of_exit_status  # noqa: E402
 from nsa_train.train.launch import launcher as launching  # noqa: E402
 from nsa_train.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
-from nsa_train.train.launch.launcher import LaunchSettings, launch  # noqa: E402
-from nsa_train.train.launch.rank_outcome import RankOutcome, classify_exit  # noqa: E402
+from nsa_train.train.launch.launcher import LaunchSettings, RankOutcome, classify_exit, launch  # noqa: E402  # noqa: E402
 from tests import fork_server  # noqa: E402
 
 STEPS = 12

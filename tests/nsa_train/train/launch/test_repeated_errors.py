@@ -1,6 +1,6 @@
 """A launcher that restarts a failing rank prints its error once."""
 
-from nsa_train.train.launch.repeated_errors import without_repeated_errors
+from nsa_train.train.launch.launcher import without_repeated_errors
 
 ERROR = "DataError: /data has no manifest.json. Run nsa data prepare.\n"
 

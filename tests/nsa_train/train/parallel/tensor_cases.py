@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.engine.bad_step_hook import StepSkippingTrainModule
 from nsa_train.train.engine.build import build_train_module
+from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from tests.attention_options import GATES_PER, KV_PROJECTIONS, PHIS, PHIS_WITH_POS_EMB
 
 ROWS, SEQ_LEN, VOCAB = 2, 64, 97
@@ -129,18 +129,13 @@ def run_case(case: TensorCase, ranks: RankInfo) -> dict[str, Any]:
 
 
 def train_step(module: StepSkippingTrainModule, batch: dict[str, Any], found: dict[str, Any]) -> tuple[float, float]:
-    """As the engine's `train_batch` and `optim_step`; returns the loss averaged over ranks and the gradient norm."""
-    module._set_model_mode("train")
-    input_ids, labels, more = module._prepare_batch(batch)
-    counted = (labels != -100).sum()
-    with module._train_microbatch_context(0, 1):
-        made = module.model_forward(
-            input_ids, labels=labels, loss_reduction="sum", loss_div_factor=counted, return_logits=False, **more
-        )
-        made.loss.backward()
+    """As `train_batch` and `optim_step`; returns the loss averaged over ranks and the gradient norm."""
+    counted = (batch["labels"] != -100).sum()
+    made = module.model_forward(**batch, loss_reduction="sum", loss_div_factor=counted, return_logits=False)
+    made.loss.backward()
     if "gradients" not in found:
         found["gradients"] = whole({name: p.grad for name, p in module.model.named_parameters()})
-    norm = module.clip_gradients(1.0)
+    norm = float(module.clip_gradients(1.0))
     module.optim.step()
     module.zero_grads()
     loss = made.ce_loss.detach().clone()

@@ -22,8 +22,8 @@ from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import ALIVE_EVERY_S, METRICS, RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from nsa_train.train.distributed import HostCollectives, RankInfo
-from nsa_train.train.engine import GRAD_NORM_METRIC, TRAIN_CE_LOSS_METRIC, Callback, PathOrStr
-from nsa_train.train.kernel_choices import kernel_choices
+from nsa_train.train.engine import Callback, PathOrStr
+from nsa_train.train.engine.train_module import kernel_choices
 
 
 class _ForwardTimer:
@@ -188,8 +188,8 @@ class HeartbeatCallback(Callback):
     def _values(self, probes: list[Probe]) -> dict[str, Any]:
         """Loss, gradient norm and probes, copied from the device in one transfer; the loss is averaged over ranks."""
         tensors = {
-            "loss": self.trainer.get_metric(TRAIN_CE_LOSS_METRIC),
-            "grad_norm": self.trainer.get_metric(GRAD_NORM_METRIC),
+            "loss": self.trainer.train_module.step_loss,
+            "grad_norm": self.trainer.train_module.step_grad_norm,
             **_over_layers(probes),
         }
         present = {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -6,7 +6,7 @@ import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Duration, LoadStrategy
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
@@ -16,6 +16,7 @@ from olmo_core.train.train_module.transformer.config import (
     TransformerDataParallelConfig,
     TransformerTensorParallelConfig,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError
@@ -25,22 +26,22 @@ from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.distributed import RankInfo, check_world_size
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_hook import RollbackTrainer, StepSkippingTrainModule
+from nsa_train.train.engine.bad_step_hook import RollbackTrainer
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
 from nsa_train.train.engine.data_loader import RowLoader
-from nsa_train.train.engine.optimizer import EagerAdamWConfig
+from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from nsa_train.train.engine.transformer import build_transformer
 
 BETAS = (0.9, 0.95)
 _NEVER = 2**62
-NOT_DECAYED = [
+_NOT_DECAYED = [
     "*norm.weight",
     "*.bias",
     *(f"*.{name}" for name in undecayed_parameters()),
     "embeddings.weight",
 ]
 
-FROM_THE_CONFIG = ("initial_lr", "weight_decay", "fused")
+_FROM_THE_CONFIG = ("initial_lr", "weight_decay", "fused")
 """Optimizer settings not restored from a checkpoint: a run may be resumed with other values."""
 
 
@@ -63,25 +64,29 @@ def compiles(config: RunConfig, device: torch.device) -> bool:
 
 
 def build_train_module(
-    config: RunConfig, vocab_size: int, ranks: RankInfo, device: torch.device
+    config: RunConfig,
+    vocab_size: int,
+    ranks: RankInfo,
+    device: torch.device,
+    without_values: FakeTensorMode | None = None,
 ) -> StepSkippingTrainModule:
-    """The engine's train module around an NSA model; weights are the same for every number of ranks."""
+    """The engine's train module around an NSA model; weights are the same for every number of ranks, or fake."""
     check_world_size(config, ranks)
-    check_precision(config)
+    _check_precision(config)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     checkpointing = config.runtime.gradient_checkpointing
     sharded = ranks.distributed and config.parallel.data != "ddp"
-    model = build_transformer(config, vocab_size)
+    model = build_transformer(config, vocab_size, without_values)
     compiled = compiles(config, device)
     if compiled:
-        model.apply_compile()
-    module = StepSkippingTrainModule(
+        model.compile_blocks()
+    return StepSkippingTrainModule(
         model=model,
-        optim=EagerAdamWConfig(
+        optim=AdamWConfig(
             lr=train.lr,
             betas=BETAS,
             weight_decay=train.weight_decay,
-            fixed_fields=FROM_THE_CONFIG,
+            fixed_fields=_FROM_THE_CONFIG,
             fused=True if device.type == "cuda" else None,  # skips a step without asking the host
             group_overrides=[OptimGroupOverride(params=_not_decayed(model), opts={"weight_decay": 0.0})],
         ),
@@ -97,8 +102,6 @@ def build_train_module(
         scheduler=_schedule(config),
         device=device,
     )
-    _scale_feed_forward(module.model)
-    return module
 
 
 def build_trainer(
@@ -130,7 +133,7 @@ def build_trainer(
     )
 
 
-def check_precision(config: RunConfig) -> None:
+def _check_precision(config: RunConfig) -> None:
     if problem := why_no_fp16(config.runtime.precision):
         raise ConfigError(f"precision_fp16: {problem}. {NOT_FP16}")
 
@@ -138,7 +141,7 @@ def check_precision(config: RunConfig) -> None:
 def _not_decayed(model: Transformer) -> list[str]:
     """The patterns that match a trained parameter of this model: the engine refuses a pattern without a match."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return [pattern for pattern in NOT_DECAYED if fnmatch.filter(names, pattern)]
+    return [pattern for pattern in _NOT_DECAYED if fnmatch.filter(names, pattern)]
 
 
 def _data_parallel(config: RunConfig, ranks: RankInfo, bf16: bool) -> TransformerDataParallelConfig:
@@ -167,10 +170,3 @@ def _schedule(config: RunConfig) -> Scheduler:
         return ConstantWithWarmup(warmup=train.warmup_steps)
     shape = CosWithWarmup if train.lr_schedule == "cosine" else LinearWithWarmup
     return shape(warmup=train.warmup_steps, alpha_f=train.final_lr_ratio)
-
-
-@torch.no_grad()
-def _scale_feed_forward(model: Transformer) -> None:
-    """As `nsa.core.init`: projections into the residual stream start smaller in a deeper model."""
-    for block in model.blocks.values():
-        block.feed_forward.w2.weight.mul_((2 * model.n_layers) ** -0.5)

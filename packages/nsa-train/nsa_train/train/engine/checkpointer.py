@@ -14,6 +14,7 @@ when the tensors are written; `wait_for_save` makes all ranks wait for the outco
 """
 
 import io
+import json
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -195,7 +196,8 @@ class VerifiedCheckpointer(Checkpointer):
             hashed[name] = file.entry()
             if get_rank() != 0:
                 return
-            self._save_metadata(staging, CheckpointMetadata(ephemeral=ephemeral))
+            metadata = CheckpointMetadata(ephemeral=ephemeral).as_dict(json_safe=True)
+            (staging / self.METADATA_FNAME).write_text(json.dumps(metadata), encoding="utf-8")
             if self.record is not None:
                 self.record().write(staging)
                 if self.tokenizer is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 ENGINE = "olmo_core"
 TRANSFORMER_ENGINE_LOG = f"{ENGINE}.nn.attention.te_attn_api"
-REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
+_REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 ANNOUNCING_LOGS = (f"{ENGINE}.utils", f"{ENGINE}.distributed.utils", f"{ENGINE}.train")
 """Loggers of the engine that announce environment variables, ranks and time limits."""
 
@@ -31,7 +31,7 @@ def _not_about_a_norm(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger(TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
-logging.getLogger(REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
+logging.getLogger(_REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
 
 
 @contextmanager

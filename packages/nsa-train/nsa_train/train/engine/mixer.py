@@ -1,7 +1,7 @@
 """Registers NSA as OLMo-core sequence mixer "nsa", for every architecture the engine can build."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,17 +11,13 @@ from olmo_core.nn.attention import (
     SequenceMixerConfig,
     UlyssesContextParallelStyle,
 )
-from olmo_core.nn.feed_forward import FeedForwardConfig
-from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
-from olmo_core.nn.transformer import TransformerBlockConfig, TransformerBlockType, TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nsa.core.attention_config import INIT_STD, AttentionConfig, attention_config
-from nsa.core.compression import BlockCompressor
+from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
-from nsa.core.layer_pattern import layer_config, repeated
+from nsa.core.layer_pattern import layer_config
 from nsa.core.model_layers import AttentionHolder, layer_of_kind
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import Positions
@@ -30,7 +26,6 @@ from nsa.kernels.registry import BackendRequest
 from nsa.options import AttentionKind, RopeLayer
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import wanted_kernels
-from nsa_train.train.engine.lm_head import ChunkedHeadConfig
 from nsa_train.train.parallel.context_exchange import ContextGroup, context_group
 from nsa_train.train.parallel.tensor import shard_by_group
 
@@ -88,10 +83,6 @@ class NSAMixer(AttentionHolder, SequenceMixer):
         super().__init__(NSAAttention(attention, kind=config.kind, kernels=kernels))
         self.mixer_config = config
         self.context: ContextGroup | None = None
-        # The engine calls this on every module once weights are sharded, where it cannot work; `init_weights` does it.
-        for module in self.children():
-            if isinstance(module, BlockCompressor):
-                module.reset_parameters = _do_nothing  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -143,7 +134,7 @@ class NSAMixer(AttentionHolder, SequenceMixer):
             values = dict(layer_of_kind(self.layer.kind, whole).named_parameters())
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                _fill(parameter, values[name].detach())
+                fill(parameter, values[name].detach())
 
     def apply_tp(self, tp_mesh: DeviceMesh, *, float8_enabled: bool = False, **layouts: Any) -> None:
         assert not float8_enabled  # no setting asks for it
@@ -159,50 +150,12 @@ class NSAMixer(AttentionHolder, SequenceMixer):
         self.context = context_group(cp_mesh, zigzag=ring is not None)
 
 
-def transformer_config(config: RunConfig, vocab_size: int) -> TransformerConfig:
-    """The run's model as the engine builds it: the same parameters, names and logits as `nsa.run_model_model`."""
-    model = config.model
-    norm = LayerNormConfig(name=LayerNormType.rms, eps=model.norm_eps, bias=False)
-    kinds, ropes = repeated(model.attention, model.n_layers), repeated(model.rope_layers, model.n_layers)
-    layers = list(zip(kinds, ropes, strict=True))
-    blocks = {
-        (kind, rope): TransformerBlockConfig(
-            name=TransformerBlockType.reordered_norm if model.post_norm else TransformerBlockType.default,
-            sequence_mixer=NSAMixerConfig.of_run(config, kind, rope),
-            feed_forward=FeedForwardConfig(hidden_size=model.ffn_size, bias=model.ffn_bias),
-            layer_norm=norm,
-        )
-        for kind, rope in layers
-    }
-    return TransformerConfig(
-        d_model=model.dim,
-        vocab_size=model.vocab_size or vocab_size,
-        n_layers=model.n_layers,
-        block=blocks[layers[0]],
-        block_overrides={place: blocks[layer] for place, layer in enumerate(layers) if layer != layers[0]} or None,
-        lm_head=ChunkedHeadConfig(layer_norm=replace(norm), bias=False),
-        tie_word_embeddings=model.tie_embeddings,
-        init_seed=config.train.seed,
-        init_std=model.init_std,
-    )
-
-
-def _do_nothing(std: float = INIT_STD) -> None:
-    pass
-
-
-def _fill(parameter: Tensor, whole: Tensor) -> None:
-    part = own_part(parameter, whole)
-    if isinstance(parameter, DTensor):
-        assert isinstance(part, DTensor)
-        parameter.to_local().copy_(part.to_local())
-    else:
-        parameter.copy_(part)
-
-
-def own_part(parameter: Tensor, whole: Tensor) -> Tensor:
-    """`whole` sharded as a parameter is; every rank must have the same values, of which none are sent."""
+def fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copy this rank's part of a whole parameter into it. Nothing is sent: every rank must have the same values."""
     if not isinstance(parameter, DTensor):
-        return whole
+        parameter.copy_(whole)
+        return
+    # torch cannot scatter a tensor whose axis is sharded by two kinds of parallelism into parts of different sizes.
     mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+    part = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+    parameter.to_local().copy_(part.to_local())

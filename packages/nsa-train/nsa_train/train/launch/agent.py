@@ -149,7 +149,7 @@ def run_agent(spec: AgentSpec) -> int:
     return 0
 
 
-def run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
+def _run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
     """Replace this process by the program, with this rank's log as its output."""
     die_with_parent(agent_pid)  # survives exec
     log = os.open(rank_log(logs, int(os.environ["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -183,4 +183,4 @@ def _ignore_signal(number: int, frame: types.FrameType | None) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
         sys.exit(run_agent(AgentSpec(**json.loads(sys.argv[2]))))
-    run_rank(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    _run_rank(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

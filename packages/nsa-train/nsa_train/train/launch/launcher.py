@@ -2,23 +2,25 @@
 
 It restarts after failures that may pass: a rank that was killed, crashed, hung, or hit a disk or data server error. A
 wrong config or a loss that does not stay finite would end the same way again. Each restart waits longer (exponential
-back-off), and after three cycles without a new checkpoint the launcher gives up.
+back-off), and after three cycles without a new checkpoint the launcher gives up. Exit codes of ranks say which failures
+may pass, and which of several codes is the cause.
 """
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from nsa.errors import ConfigError, ExitCode
+from nsa.errors import CheckpointError, ConfigError, DataError, ExitCode, NonFiniteError, ReplicaError
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.names import CHECKPOINTS
 from nsa_train.record import halt_file
@@ -26,10 +28,69 @@ from nsa_train.record.events import EventKind, LauncherAction, add_event
 from nsa_train.record.failure_codes import code_of_exit_status
 from nsa_train.train.launch.agent import NO_RENDEZVOUS, AgentSpec, rank_log, signal_children, started_ranks
 from nsa_train.train.launch.node_address import LOOPBACK, make_secret, own_address
-from nsa_train.train.launch.rank_outcome import FINAL_EXITS, RankOutcome, classify_exit
-from nsa_train.train.launch.repeated_errors import without_repeated_errors
 from nsa_train.train.signal_handlers import stop_signals
 from nsa_train.train.start_options import StartOptions
+
+# In this order: if ranks exit with several codes, the first of these is the cause and the others are its consequence.
+FINAL_EXITS: dict[int, str] = {
+    ConfigError.exit_code: "config error",
+    ExitCode.REFUSED: "refused command line or preflight",
+    ExitCode.HALTED: "halted by a .HALT file",
+    NonFiniteError.exit_code: "too many non-finite steps",
+    ReplicaError.exit_code: "suspect hardware, start on another node",
+    ExitCode.PREEMPTED: "stopped by a signal, can be resumed",
+}
+RETRYABLE_EXITS: dict[int, str] = {
+    DataError.exit_code: "data could not be read",
+    CheckpointError.exit_code: "a checkpoint could not be written or read",
+    ExitCode.HUNG: "killed because it hung",
+    ExitCode.REGROUP: "saved to continue on more nodes",
+}
+"""Codes that stand for a failure that may pass. So does any code not listed here: a crash or a kill."""
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    code: int
+    """0, an exit code, or a negative signal number."""
+    why: str
+    rank: int | None = None
+    """The rank that ended the cycle; None if it was the agent."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def restartable(self) -> bool:
+        return self.code != ExitCode.DONE and self.code not in FINAL_EXITS
+
+
+def classify_exit(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
+    """Why a cycle ended, from the codes of the ranks that failed first, or of the agent if it recorded none."""
+    if not codes:
+        if agent_code == 0:
+            return RankOutcome(ExitCode.DONE, "done")
+        if agent_code == NO_RENDEZVOUS:
+            return RankOutcome(NO_RENDEZVOUS, "the other nodes could not be reached or were too few")
+        how = _killed_by(agent_code) if agent_code < 0 else f"exited with {agent_code}"
+        return RankOutcome(agent_code, f"the agent {how}")
+    for known in (FINAL_EXITS, RETRYABLE_EXITS):
+        for code, why in known.items():
+            for rank, found in codes.items():
+                if found == code:
+                    return RankOutcome(code, f"rank {rank} exited with {code}: {why}", rank)
+    # The agent ends the other ranks by SIGTERM; and a killed rank makes others crash, rather than the other way round.
+    rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))
+    return RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}", rank)
+
+
+def _killed_by(code: int) -> str:
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
 
 LOGS = "logs"
 
@@ -315,3 +376,21 @@ def _record(settings: LaunchSettings, outcome: RankOutcome, newest: int, logs: P
         failure_code=code_of_exit_status(outcome.code) if failed else None,
         logs=str(logs),
     )
+
+
+_ERROR = re.compile(r"(\w+(?:Error|Timeout|Killed)): ")
+
+
+def without_repeated_errors(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Wrap `show`, which gets whole lines: an error line that it got before is shortened. Log files keep all of it."""
+    seen: set[str] = set()
+
+    def line_once(line: str) -> str:
+        if (error := _ERROR.match(line)) is None:
+            return line
+        if line in seen:
+            return f"{error[1]}: the same as before\n"
+        seen.add(line)
+        return line
+
+    return lambda text: show("".join(map(line_once, text.splitlines(keepends=True))))

@@ -41,7 +41,7 @@ _ORDERLY = (ExitCode.PREEMPTED, ExitCode.HALTED, ExitCode.REGROUP)
 """Exit codes of ranks that all end at the same step: another node may still be writing the checkpoint."""
 _FAILED = "failed"
 _LOOK_EVERY_S = 1.0
-ANSWER_S = 15.0
+_ANSWER_S = 15.0
 """How long the store of another agent may take to answer."""
 _DIGEST = "sha256"
 _DIGEST_BYTES = 32
@@ -66,7 +66,7 @@ def register(
         assert secret is not None
         return SeveralNodes(params, own, secret, on_nodes_waiting, on_run_over)
 
-    rendezvous_handler_registry.register(ONE_NODE, lambda params: OneNode(params.run_id))
+    rendezvous_handler_registry.register(ONE_NODE, lambda params: _OneNode(params.run_id))
     rendezvous_handler_registry.register(SEVERAL_NODES, several)
 
 
@@ -80,7 +80,7 @@ def serve_store(address: str, port: int = 0) -> TCPStore:
     )
 
 
-class OneNode(RendezvousHandler):
+class _OneNode(RendezvousHandler):
     """A static rendezvous: this agent is the only one."""
 
     def __init__(self, run_id: str) -> None:
@@ -250,8 +250,8 @@ def _rendezvous_store(endpoint: str, own: str) -> TCPStore:
         try:
             return serve_store(own, port)
         except OSError:  # in use: by another agent, which answers at once, or by another program
-            return connect_store(own, port, limit_s=ANSWER_S)
-    return connect_store(host, port, limit_s=_TIMEOUT.total_seconds() + ANSWER_S)
+            return connect_store(own, port, limit_s=_ANSWER_S)
+    return connect_store(host, port, limit_s=_TIMEOUT.total_seconds() + _ANSWER_S)
 
 
 def connect_store(host: str, port: int, limit_s: float) -> TCPStore:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import DocumentLayout, Positions, packed_layout, plain_layout
 from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
-from nsa_train.train.parallel.context_exchange import ContextGroup, RowExchange
-from nsa_train.train.parallel.row_split import RowSplit
+from nsa_train.train.parallel.context_exchange import ContextGroup, RowExchange, RowSplit
 
 
 def own_tokens(split: RowSplit, x_BT: Tensor) -> Tensor:
@@ -134,11 +134,13 @@ def _own_blocks(
 def _own_sample(
     split: RowSplit, layer: NSAAttention, rows: int, n_tokens: int, device: torch.device, *, packed: bool
 ) -> Tensor | None:
-    """This rank's share of the sampled queries, as indices of its own tokens."""
+    """This rank's share of the sampled queries, as indices of its own tokens; of a fake row, an average share."""
     # Its size depends on values: the host has them.
     sampled_Q = row_sample(layer, rows, n_tokens, torch.device("cpu"), packed=packed)
     if sampled_Q is None:
         return None
+    if isinstance(sampled_Q, FakeTensor):
+        return sampled_Q[: -(-len(sampled_Q) // split.ranks)]
     piece = split.piece_length(rows * n_tokens if packed else n_tokens)
     own = [sampled_Q[sampled_Q // piece == at] + (slot - at) * piece for slot, at in enumerate(split.pieces())]
     return torch.cat(own).to(device, non_blocking=True)
