@@ -15,8 +15,7 @@ from torch import Tensor
 from nsa.errors import CheckpointError
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.weight_names import EMBEDDING, HEAD
-from nsa_train.convert.dense.dense_families import parse_dense_config
-from nsa_train.convert.dense.fla_config import FLA_QUERY, is_fla_config, parse_fla_config
+from nsa_train.convert.dense.source_families import FLA_QUERY, is_fla_config, parse_dense_config, parse_fla_config
 from nsa_train.convert.dense.source_model import SourceModel, source_shapes, split_tensors
 from nsa_train.convert.folder_files import CONFIG, parse_json, read_text
 from nsa_train.convert.weight_files import TensorShape, describe_weights, expected_shapes, read_tensors

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="Transformers is in the hf extra")
 from nsa.errors import CheckpointError
 from nsa_train.convert.dense.conversion_plan import converted_config, covered_tokens, layer_reads
-from nsa_train.convert.dense.dense_families import FAMILIES, parse_dense_config
+from nsa_train.convert.dense.source_families import FAMILIES, parse_dense_config
 from nsa_train.convert.dense.source_model import SourceModel, shortest_pattern
 
 COMMON = {"hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0, "use_cache": True}
