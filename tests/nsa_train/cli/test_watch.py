@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 from dataclasses import replace
 
@@ -55,7 +56,7 @@ def test_status_of_a_run_that_is_well(tmp_path):
     assert code == 0
     assert text.splitlines()[0].startswith("running")
     assert "step       500 of 50,000 (1.0%)" in text
-    assert "tokens/s, 1.1 days left" in text
+    assert "tokens/s, 1 d 02 h left" in text
     assert "s ago, 1 rank\n" in text
     assert not any(name in text for name in CONDITIONS)
 
@@ -143,7 +144,7 @@ def test_halt_asks_once_and_says_who_did(tmp_path):
     write(tmp_path, noisy())
     assert nsa("halt", tmp_path, "--reason", "maintenance")[0] == 0
     _, text = nsa("halt", tmp_path)
-    assert ".HALT exists already: maintenance; written 0 s ago by nsa halt, process" in text
+    assert re.search(r"\.HALT exists already: maintenance; written \S+ m?s ago by nsa halt, process", text)
     assert nsa("status", tmp_path)[0] == 1
     code, text = nsa("halt", tmp_path, "--wait", "--timeout", 0)
     assert code == 1

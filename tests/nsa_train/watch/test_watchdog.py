@@ -290,7 +290,7 @@ def test_a_halt_is_asked_once_and_put_aside_with_a_note(tmp_path):
     asked = halt_file.read(tmp_path)
     assert asked is not None
     assert (asked.reason, asked.by) == ("one", "me")
-    assert asked.describe(asked.since + 7300) == "one; written 2.0 h ago by me"
+    assert asked.describe(asked.since + 7300) == "one; written 2 h 01 m ago by me"
     aside = halt_file.clear(tmp_path, now=0.0, step=3)
     assert aside is not None
     assert aside.name == ".HALT.cleared-19700101T000000Z"

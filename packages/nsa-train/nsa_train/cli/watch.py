@@ -15,7 +15,7 @@ import typer
 from nsa.errors import ConfigError, ExitCode
 from nsa_train import names
 from nsa_train.cli.outputs import print_error, print_line, require_writable_file
-from nsa_train.terminal_text import printable
+from nsa_train.terminal_text import duration, printable
 
 if TYPE_CHECKING:
     from nsa_train.watch.conditions import HealthLimits
@@ -248,7 +248,6 @@ def _show(folder: Path, status: "RunStatus") -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from nsa_train.record.halt_file import age
     from nsa_train.record.record_files import describe_unreadable
     from nsa_train.watch.conditions import AlertLevel
     from nsa_train.watch.status import RunPhase, group_findings, ranks_of
@@ -264,11 +263,11 @@ def _show(folder: Path, status: "RunStatus") -> None:
     if status.toks_per_s is not None:
         rows.append(("throughput", f"{status.toks_per_s:,.0f} tokens/s"))
     if status.left_s is not None:
-        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {age(status.left_s)} left")
+        rows[-1] = (rows[-1][0], f"{rows[-1][1]}, {duration(status.left_s)} left")
     if status.beat_age_s is not None:
         world = f" of {status.world}" if status.world and status.world != status.ranks else ""
         count = f"{status.ranks}{world} rank{'s' * (status.ranks != 1)}"
-        rows.append(("heartbeat", f"{age(status.beat_age_s)} ago, {count}"))
+        rows.append(("heartbeat", f"{duration(status.beat_age_s)} ago, {count}"))
     rows.append(("checkpoint", status.checkpoint or "none"))
     if status.halt is not None:
         rows.append((names.HALT, status.halt))

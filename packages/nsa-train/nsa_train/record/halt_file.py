@@ -9,6 +9,7 @@ from nsa.files import create_atomic, replace_file
 from nsa_train import names
 from nsa_train.record import record_files
 from nsa_train.record.events import EventKind, add_event
+from nsa_train.terminal_text import duration
 
 _MAX_BYTES = 1 << 16
 _NOT_A_FILE = (errno.EINVAL, errno.ELOOP, errno.EACCES, errno.ENXIO)
@@ -23,7 +24,7 @@ class HaltRequest:
     since: float
 
     def describe(self, now: float) -> str:
-        return f"{self.reason}; written {age(now - self.since)} ago{f' by {self.by}' if self.by else ''}"
+        return f"{self.reason}; written {duration(now - self.since)} ago{f' by {self.by}' if self.by else ''}"
 
 
 def read(folder: Path) -> HaltRequest | None:
@@ -59,12 +60,3 @@ def clear(folder: Path, *, now: float, step: int) -> Path | None:
     reason, by = (halt.reason, halt.by) if halt is not None else (None, None)
     add_event(folder, EventKind.HALT_CLEARED, ts=now, step=step, reason=reason, by=by, aside=aside.name)
     return aside
-
-
-def age(seconds: float) -> str:
-    """Format an age: 5 s, 12 min, 3.1 h, 2.4 days."""
-    seconds = max(0.0, seconds)
-    for unit, length in (("days", 86400.0), ("h", 3600.0)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

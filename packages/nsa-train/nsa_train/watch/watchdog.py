@@ -19,7 +19,7 @@ from nsa_train import names
 from nsa_train.record import halt_file, record_files
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import GATE_BRANCHES
-from nsa_train.terminal_text import printable
+from nsa_train.terminal_text import duration, printable
 from nsa_train.watch.conditions import AlertLevel, HealthFinding, HealthLimits
 from nsa_train.watch.hang_diagnosis import diagnose_hang
 from nsa_train.watch.health import examine
@@ -65,7 +65,7 @@ class Watchdog:
             self.log(f"{names.HALT} exists already: {what}. It halts the run and blocks its next start.")
         if (anomaly := _read_anomaly(self.folder)) is not None:
             name, since = anomaly
-            age = halt_file.age(now - since)
+            age = duration(now - since)
             self.log(f"{names.ANOMALY} exists already: {name}, {age} old, from an earlier watchdog")
 
     def check(self) -> list[HealthFinding]:

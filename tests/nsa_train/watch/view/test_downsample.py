@@ -3,8 +3,9 @@ import random
 
 import pytest
 
+from nsa_train.terminal_text import duration
 from nsa_train.watch.view.downsample import buckets, nice_step, ticks, value_range
-from nsa_train.watch.view.formatting import count, duration, number, plain, share, tick
+from nsa_train.watch.view.formatting import count, number, plain, share, tick
 
 
 def test_a_spike_of_one_record_survives():

@@ -8,8 +8,9 @@ from html import escape
 from typing import Any
 
 from nsa_train.record.evaluations import ModelEvaluation
+from nsa_train.terminal_text import UNKNOWN
 from nsa_train.watch.view.downsample import ChartBucket
-from nsa_train.watch.view.formatting import UNKNOWN, number, plain, share
+from nsa_train.watch.view.formatting import number, plain, share
 from nsa_train.watch.view.html_page import chart_figure, table
 from nsa_train.watch.view.layer_chart import layer_advice, layer_svg, mass_parts
 from nsa_train.watch.view.svg_chart import ChartLine, SvgChart

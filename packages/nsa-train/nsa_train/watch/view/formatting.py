@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import METRICS, MetricFormat
-from nsa_train.terminal_text import printable
+from nsa_train.terminal_text import UNKNOWN, duration, printable
 
-UNKNOWN = "–"
 _NOT_FINITE = "not finite"
 PLACED_METRICS = (
     "loss", "toks_per_s", "grad_norm", "lr", "gate_entropy_mean", "gate_max_mean", "gate_collapse_frac", "sel_k_mean",
@@ -119,25 +118,6 @@ def memory(mib: float | None) -> str:
     if mib is None or not math.isfinite(mib):
         return UNKNOWN
     return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration in its two largest units."""
-    if seconds is None or not math.isfinite(seconds):
-        return UNKNOWN
-    if seconds < 0:
-        return "0 s"
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else f"{1000 * seconds:.1f} ms" if seconds else "0 s"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    days, hours, minutes, rest = whole // 86400, whole // 3600 % 24, whole // 60 % 60, whole % 60
-    if days:
-        return f"{days} d {hours:02d} h"
-    if hours:
-        return f"{hours} h {minutes:02d} m"
-    return f"{minutes} m {rest:02d} s" if minutes else f"{rest} s"
 
 
 _FORMATS: Mapping[MetricFormat, Callable[[float | None], str]] = {

@@ -6,7 +6,8 @@ Drawn from the checked results of the task `layers` of `nsa eval` (`ModelEvaluat
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nsa_train.watch.view.formatting import UNKNOWN, number, share
+from nsa_train.terminal_text import UNKNOWN
+from nsa_train.watch.view.formatting import number, share
 from nsa_train.watch.view.svg_chart import (
     ACCENT,
     MUTED,

@@ -14,6 +14,7 @@ from rich.text import Text
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS
 from nsa_train.record.run_data import RunData
+from nsa_train.terminal_text import duration
 from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.status import describe_findings
 from nsa_train.watch.trends import smoothed_last
@@ -25,7 +26,6 @@ from nsa_train.watch.view.formatting import (
     as_float,
     clock,
     count,
-    duration,
     event_text,
     memory,
     metric_format,

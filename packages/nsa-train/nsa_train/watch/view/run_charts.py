@@ -11,6 +11,7 @@ from typing import Any
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, MetricFormat
 from nsa_train.record.run_data import RANK_COLUMNS, SHARES, RunData
+from nsa_train.terminal_text import duration
 from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.view.downsample import buckets, nice_step
 from nsa_train.watch.view.formatting import (
@@ -20,7 +21,6 @@ from nsa_train.watch.view.formatting import (
     accuracy_text,
     clock,
     count,
-    duration,
     event_text,
     memory,
     metric_format,

@@ -11,15 +11,14 @@ from nsa_train.config.layer import flatten
 from nsa_train.record import record_files, value_checks
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.run_data import RunData
+from nsa_train.terminal_text import UNKNOWN, duration
 from nsa_train.watch.conditions import AlertLevel, HealthFinding
 from nsa_train.watch.status import ranks_of
 from nsa_train.watch.view.evaluation_tables import evaluation_section
 from nsa_train.watch.view.formatting import (
     STATE_MARKS,
-    UNKNOWN,
     accuracy_text,
     count,
-    duration,
     event_text,
     mean_of_last,
     moment,

@@ -13,12 +13,13 @@ from string import ascii_uppercase
 from nsa_train.config.layer import flatten
 from nsa_train.record.events import EventKind
 from nsa_train.record.run_data import RunData
+from nsa_train.terminal_text import duration
 from nsa_train.watch.conditions import HealthFinding, HealthLimits
 from nsa_train.watch.health import examine
 from nsa_train.watch.run_reader import RunReader, require_run
 from nsa_train.watch.status import group_findings, phase
 from nsa_train.watch.trends import smoothed_last
-from nsa_train.watch.view.formatting import count, duration, number, plain, share
+from nsa_train.watch.view.formatting import count, number, plain, share
 from nsa_train.watch.view.measured_goodput import Goodput, TimeCause, goodput
 
 
