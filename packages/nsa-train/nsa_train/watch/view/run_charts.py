@@ -52,10 +52,8 @@ def charts(run: RunData) -> list[SvgChart]:
     if on_gpu:
         memory_lines = [_worst_line(run, "gpu_mem_reserved"), _line(run, "gpu_mem_alloc", "c2"), *memory_lines]
     shares = [_line(run, *each) for each in zip(SHARES, STYLES, GATE_BRANCHES, strict=False)]
-    gates = [
-        _line(run, *each)
-        for each in zip(("gate_entropy_mean", "gate_max_mean", "gate_collapse_frac"), STYLES, strict=False)
-    ]
+    gates = [_line(run, "gate_entropy_mean"), _line(run, "gate_max_mean", "c2")]
+    gates.append(_line(run, "gate_collapse_frac", "c3"))
     critical = HealthLimits.entropy_critical
     limits = [(math.log(3), "uniform: ln 3"), (critical, f"entropy critical below {critical:g}")]
     selected = [_line(run, "sel_k_mean"), _line(run, "sel_k_max", "c2")]
