@@ -56,7 +56,7 @@ def test_status_of_a_run_that_is_well(tmp_path):
     assert code == 0
     assert text.splitlines()[0].startswith("running")
     assert "step       500 of 50,000 (1.0%)" in text
-    assert "tokens/s, 1 d 02 h left" in text
+    assert "tokens/s, 1 d 03 h left" in text
     assert "s ago, 1 rank\n" in text
     assert not any(name in text for name in CONDITIONS)
 
