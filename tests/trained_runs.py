@@ -12,8 +12,7 @@ from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunRecord
 from nsa_train.config.schema import RunConfig
-from nsa_train.data.saved_tokenizer import tokenizer_record
-from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer
+from nsa_train.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_record
 from nsa_train.run_model import build_model
 
 SETTINGS: dict[str, Any] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nsa_train.data.source.kinds import SUFFIXES
+from nsa_train.data.source.file import SUFFIXES
 from tests.docs.blocks import ROOT, blocks, nsa_commands, run_blocks, unknown_words
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")

@@ -86,13 +86,13 @@ def _late_block(prepared: Path) -> tuple[Path, int, int]:
     import numpy as np
 
     from nsa_train.config.schema import TrainConfig
-    from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+    from nsa_train.data.rows.prepared import PreparedRows
     from nsa_train.data.shards.reader import ShardReader
     from nsa_train.data.shards.writer import BLOCK_BYTES
     from nsa_train.storage import StorageFolder
 
     reader = ShardReader(StorageFolder(str(prepared)))
-    rows = PreparedRows(reader, SEQ_LEN, shuffle=ShuffleSettings(TrainConfig().seed))
+    rows = PreparedRows(reader, SEQ_LEN, shuffle_seed=TrainConfig().seed)
     row_bytes = SEQ_LEN * reader.manifest.numpy_dtype.itemsize
     stored = rows.stored_rows(np.arange(STEPS * BATCH_ROWS, dtype=np.int64)) * row_bytes
     first_step: dict[int, int] = {}

@@ -166,5 +166,6 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
 )
 def test_advice_names_the_nearest_config(tokens: int, vocab_size: int, config: str, too_little: bool) -> None:
     advice = advise(tokens, vocab_size)
-    assert (advice.nearest_config, advice.too_little) == (f"configs/{config}.yaml", too_little)
-    assert advise(4 * tokens, 257).parameters == advise(tokens, 32768).parameters
+    assert advice["nearest_config"] == f"configs/{config}.yaml"
+    assert (advice["nearest_parameters"] > 2 * advice["parameters_at_most"]) == too_little
+    assert advise(4 * tokens, 257)["parameters"] == advise(tokens, 32768)["parameters"]

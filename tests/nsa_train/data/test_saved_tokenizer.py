@@ -10,9 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError, DataError
-from nsa_train.data.saved_tokenizer import choose_tokenizer, parse_saved, read_from_set, save_with_set, tokenizer_record
-from nsa_train.data.shards.manifest import ShardManifest
-from nsa_train.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
+from nsa_train.data.shards.manifest import ShardManifest, read_from_set, save_with_set
+from nsa_train.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    choose_tokenizer,
+    load_tokenizer,
+    parse_saved,
+    parse_tokenizer,
+    tokenizer_record,
+    train_bpe,
+)
 from nsa_train.storage import StorageFolder
 
 TEXTS = ["Attention is a weighted average.", "naïve Größe 漢字 🙂\n\ttabs and\r\nlines\x00end", f"a {END_OF_TEXT} b"]

@@ -4,8 +4,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from nsa_train.data.source.http import HttpClient, ServerUnreachable
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa_train.data.source.http import HttpClient, ReadDeadline, RetryPolicy, ServerUnreachable
 from proofs.drill.data_server import DataServer, ServerFault
 
 SHORT = RetryPolicy(connect_timeout_s=1, read_timeout_s=1, attempts=3, backoff_s=0.05, deadline_s=4)

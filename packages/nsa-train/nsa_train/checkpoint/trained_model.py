@@ -57,8 +57,7 @@ class TrainedModel:
 
     def tokenizer(self) -> "Tokenizer | None":
         """The tokenizer saved with the checkpoint; None if there is none."""
-        from nsa_train.data.saved_tokenizer import parse_saved
-        from nsa_train.data.tokenizer import LARGEST_TOKENIZER_BYTES
+        from nsa_train.data.tokenizer import LARGEST_TOKENIZER_BYTES, parse_saved
 
         if names.TOKENIZER not in self.files.sizes:
             return None

@@ -222,7 +222,7 @@ def train_tokenizer(
     Example: `nsa data tokenizer train my-text data/bpe.json --vocab-size 8192`
     """
     from nsa_train.data.document_stream import sample_texts
-    from nsa_train.data.source import open_source
+    from nsa_train.data.source.resolve import open_source
     from nsa_train.data.tokenizer import train_bpe
 
     if not path.is_dir() and path.parent.is_dir():  # else refused below, as data that cannot be written
@@ -267,10 +267,9 @@ def smoke(
     with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout)) as prefetcher:
         prefetcher.warm_up()
         first_batch_s = time.monotonic() - start
-        for _ in range(_SMOKE_BATCHES):
-            next(prefetcher)
-        counters, elapsed_s = prefetcher.counters, time.monotonic() - start
+        batches = [next(prefetcher) for _ in range(_SMOKE_BATCHES)]
+        tokens, elapsed_s = sum(one.valid_tokens for one in batches), time.monotonic() - start
     Console().print(
-        f"first batch after {first_batch_s:.1f} s; {counters.batches} batches, {counters.documents} documents, "
-        f"{counters.tokens:,} tokens, {counters.tokens / elapsed_s:,.0f} tokens/s"
+        f"first batch after {first_batch_s:.1f} s; {len(batches)} batches, {sum(one.documents for one in batches)} "
+        f"documents, {tokens:,} tokens, {tokens / elapsed_s:,.0f} tokens/s"
     )

@@ -218,7 +218,7 @@ class _SampleReporter:
 
 def _draw_selection(run: Path, text: Path, picture: Path) -> None:
     from nsa_train.cli.model_options import open_model
-    from nsa_train.data.source import open_source
+    from nsa_train.data.source.resolve import open_source
     from nsa_train.infer.selection_map import selection_maps, side_by_side, write_svg
 
     loaded = open_model(run, device=None, dtype=None, tokenizer=None, key_file=None)

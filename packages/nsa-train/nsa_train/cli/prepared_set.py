@@ -1,7 +1,7 @@
 """Shows sets of token shards: the summary of `nsa data prepare`, `nsa data inspect`, `verify` and `stats`."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -163,12 +163,10 @@ def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
 
 def _set_facts(where: str, manifest: "ShardManifest") -> dict[str, Any]:
     """Size, tokenizer and source of a set, for --json."""
-    from nsa_train.data.saved_tokenizer import set_tokenizer_record
-
     return {
         "set": where,
         "splits": {split: manifest.totals(split) for split in manifest.splits},
-        "tokenizer": set_tokenizer_record(manifest),
+        "tokenizer": manifest.tokenizer_record,
         "dtype": manifest.dtype,
         "source": manifest.made_from.get("source"),
         "held_out_fraction": manifest.made_from.get("held_out_fraction"),
@@ -198,40 +196,30 @@ def _print_table(title: str, columns: list[str], rows: list[list[Any]], *, numbe
     Console().print(table)
 
 
-@dataclass(frozen=True)
-class DataSizeAdvice:
-    """Model size for an amount of text. `tokens` are subword tokens; those of a byte tokenizer were divided by four."""
+def advise(tokens: int, vocab_size: int) -> dict[str, Any]:
+    """Model size for training from scratch on so many tokens of a tokenizer with `vocab_size` ids.
 
-    tokens: int
-    parameters: int
-    """Model size for one pass over the text."""
-    parameters_at_most: int
-    """Model size for `_USEFUL_PASSES` passes."""
-    nearest_config: str
-    nearest_parameters: int
-
-    @property
-    def too_little(self) -> bool:
-        """Whether even the nearest config is several times larger than the text supports."""
-        return self.nearest_parameters > 2 * self.parameters_at_most
-
-
-def advise(tokens: int, vocab_size: int) -> DataSizeAdvice:
-    """Advice for training from scratch on so many tokens of a tokenizer with `vocab_size` ids."""
+    `tokens` are subword tokens, `parameters` is the size for one pass, `parameters_at_most` for `_USEFUL_PASSES`.
+    """
     is_byte = vocab_size <= 256 + 1
     subwords = tokens // _BYTES_PER_SUBWORD if is_byte else tokens
     parameters = subwords // _TOKENS_PER_PARAMETER
     at_most = subwords * _USEFUL_PASSES // _TOKENS_PER_PARAMETER
     middle = math.sqrt(max(1, parameters) * max(1, at_most))
     nearest = min(_SHIPPED_MODELS, key=lambda name: abs(math.log(_SHIPPED_MODELS[name] / middle)))
-    return DataSizeAdvice(subwords, parameters, at_most, nearest, _SHIPPED_MODELS[nearest])
+    return {
+        "tokens": subwords,
+        "parameters": parameters,
+        "parameters_at_most": at_most,
+        "nearest_config": nearest,
+        "nearest_parameters": _SHIPPED_MODELS[nearest],
+    }
 
 
 def print_summary(out: str, source: str, *, as_json: bool) -> None:
     """Print the summary of a finished set, as tables or as one JSON object."""
     from nsa_train.data.prepare.run import read_report
-    from nsa_train.data.saved_tokenizer import read_from_set
-    from nsa_train.data.shards.manifest import TRAIN, read_manifest
+    from nsa_train.data.shards.manifest import TRAIN, read_from_set, read_manifest
     from nsa_train.storage import StorageFolder
 
     folder = StorageFolder(out)
@@ -244,7 +232,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
             **_set_facts(out, manifest),
             "read": report.as_json() if report is not None else None,
             "preview": preview,
-            "model_size": asdict(advice),
+            "model_size": advice,
         }
         print_json(content)
         return
@@ -319,23 +307,22 @@ def _print_preview(preview: list[dict[str, Any]]) -> None:
         print_line(f"  {numbers} → {text[:_SHOWN_CHARACTERS]!r}{end}  ({length})")
 
 
-def _print_advice(advice: DataSizeAdvice, manifest: "ShardManifest") -> None:
+def _print_advice(advice: dict[str, Any], manifest: "ShardManifest") -> None:
     counted = (
-        f" (at {_BYTES_PER_SUBWORD} bytes per token)" if advice.tokens != manifest.totals("train")["tokens"] else ""
+        f" (at {_BYTES_PER_SUBWORD} bytes per token)" if advice["tokens"] != manifest.totals("train")["tokens"] else ""
     )
     print_line(
-        f"Model size: {_short(advice.tokens)} training tokens{counted} support about {_short(advice.parameters)} "
+        f"Model size: {_short(advice['tokens'])} training tokens{counted} support about {_short(advice['parameters'])} "
         f"parameters in one pass ({_TOKENS_PER_PARAMETER} tokens per parameter, Hoffmann et al. 2022), "
-        f"{_short(advice.parameters_at_most)} in {_USEFUL_PASSES} passes (Muennighoff et al. 2023)."
+        f"{_short(advice['parameters_at_most'])} in {_USEFUL_PASSES} passes (Muennighoff et al. 2023)."
     )
     verdict = (
         "it is much larger, so it will learn this text by heart: add text, or start from trained weights (--init-from)"
-        if advice.too_little
+        if advice["nearest_parameters"] > 2 * advice["parameters_at_most"]
         else f"train it for up to {_USEFUL_PASSES} passes"
     )
-    print_line(
-        f"Nearest shipped config: {advice.nearest_config} ({_short(advice.nearest_parameters)} parameters); {verdict}."
-    )
+    size = _short(advice["nearest_parameters"])
+    print_line(f"Nearest shipped config: {advice['nearest_config']} ({size} parameters); {verdict}.")
 
 
 def _short(number: int) -> str:

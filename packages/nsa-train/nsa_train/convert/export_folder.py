@@ -22,8 +22,7 @@ from nsa_train.convert.folder_files import CONFIG, new_folder, read_json
 from nsa_train.convert.tokenizer_files import COPIED_FILES, tokenizer_files
 from nsa_train.convert.training_record import TRAINING_RECORD, model_card, record_of, require_license
 from nsa_train.convert.weight_files import write_weights
-from nsa_train.data.saved_tokenizer import choose_tokenizer
-from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.tokenizer import Tokenizer, choose_tokenizer
 
 CARD = "README.md"
 ARCHITECTURE = "NSAForCausalLM"

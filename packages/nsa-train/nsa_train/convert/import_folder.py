@@ -30,8 +30,7 @@ from nsa_train.convert.folder_files import CONFIG, new_folder, read_json, requir
 from nsa_train.convert.tokenizer_files import read_tokenizer_files
 from nsa_train.convert.training_record import TRAINING_RECORD, TrainingRecord
 from nsa_train.convert.weight_files import read_weights
-from nsa_train.data.saved_tokenizer import tokenizer_record
-from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.tokenizer import Tokenizer, tokenizer_record
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,11 @@ be fetched and checked alone. Sources only read: the stream permutes units and t
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from nsa.errors import DataError
 
@@ -76,6 +79,21 @@ class SourceUnit:
         return f"{self.file}, {self.part}"
 
 
+class UnitOffsets:
+    """Locates units that are numbered through several parts (files, sources) one after another."""
+
+    def __init__(self, counts: Iterable[int]) -> None:
+        self._first = np.concatenate([[0], np.cumsum(list(counts))]).astype(int)
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return the part that holds a unit, and the unit's number in it."""
+        part = int(np.searchsorted(self._first, index, side="right")) - 1
+        return part, index - int(self._first[part])
+
+
 class CorruptUnit(DataError):
     """The data was read and is damaged: a retry will not help, skipping the unit may."""
 
@@ -84,16 +102,6 @@ class DocumentSource(Protocol):
     @property
     def fingerprint(self) -> str:
         """SHA-256, in hex, of the files' names, sizes and units; independent of their location."""
-        ...
-
-    @property
-    def retries(self) -> int:
-        """Network requests that were retried so far."""
-        ...
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of units read so far, listings excluded."""
         ...
 
     def __len__(self) -> int:

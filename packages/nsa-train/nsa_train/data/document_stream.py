@@ -8,7 +8,7 @@ changing the sequence.
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
@@ -93,24 +93,6 @@ class DocumentStream:
         self._iterator: Iterator[TokenDoc] | None = None
         self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
         self._exchange = UnitExchange(exchange, self._tokenize_unit) if exchange is not None else None
-        self._tokenized_documents = 0
-        self.empty_documents = 0
-
-    @property
-    def epoch(self) -> int:
-        return self._next.epoch
-
-    def counters(self) -> dict[str, int]:
-        """`documents` and `tokens` count from the first step of the run, the others since this process started."""
-        return {
-            "documents": self._next.documents,
-            "tokens": self._next.tokens,
-            "bad_units": len(self._quarantined),
-            "empty_documents": self.empty_documents,
-            "retries": self._source.retries,
-            "bytes_read": self._source.bytes_read,
-            "tokenized_documents": self._tokenized_documents,
-        }
 
     def close(self) -> None:
         """Stop the background reading for other ranks."""
@@ -139,10 +121,6 @@ class DocumentStream:
         """Cursor: a stream that loads it yields `doc` next."""
         return self._state(doc.position)
 
-    def state_after(self, doc: TokenDoc) -> dict[str, Any]:
-        """Cursor: a stream that loads it yields the document after `doc` next."""
-        return self._state(_after(doc))
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         expected = self._identity()
         if differing := [key for key in expected if state.get(key) != expected[key]]:
@@ -166,8 +144,7 @@ class DocumentStream:
         }
 
     def _state(self, position: StreamPosition) -> dict[str, Any]:
-        place = {key: getattr(position, key) for key in ("epoch", "unit", "row", "documents", "tokens")}
-        return {**self._identity(), **place, "quarantined": sorted(self._quarantined)}
+        return {**self._identity(), **asdict(position), "quarantined": sorted(self._quarantined)}
 
     def _documents(self, position: StreamPosition) -> Iterator[TokenDoc]:
         self._check_quarantine()
@@ -213,32 +190,32 @@ class DocumentStream:
 
     def _unit_documents(self, index: int, position: StreamPosition) -> Iterator[TokenDoc]:
         """The documents of one unit from `position.row` on, in the unit's shuffled order."""
-        if self._exchange is not None:
-            yield from self._exchanged_documents(index, position, self._exchange)
-            return
+        if self._exchange is None:
+            rows = self._read_rows(index, position)
+        else:
+            rows = self._received_rows(index, position, self._exchange)
+        for row, doc_id, tokens in rows:
+            doc = TokenDoc(doc_id, tokens, replace(position, row=row))
+            position = _after(doc)
+            yield doc
+
+    def _read_rows(self, index: int, position: StreamPosition) -> Iterator[tuple[int, str, np.ndarray]]:
         documents = self._unless_corrupt(index, lambda: self._source.read(index)) or []
         order = seeded_permutation(len(documents), self._seed, _ROW_ORDER, position.epoch, index)
-        rows = [int(row) for row in range(position.row, len(documents)) if self._is_selected(documents[order[row]])]
-        for first in range(0, len(rows), self._tokenize_batch):
-            batch = rows[first : first + self._tokenize_batch]
-            tokens = self._encode([documents[order[row]].text for row in batch])
-            for row, ids in zip(batch, tokens, strict=True):
-                doc = TokenDoc(documents[order[row]].id, ids, replace(position, row=row))
-                position = _after(doc)
-                yield doc
+        rows = [row for row in range(position.row, len(documents)) if self._is_selected(documents[order[row]])]
+        selected = [documents[order[row]] for row in rows]
+        for row, document, tokens in zip(rows, selected, self._tokenize(selected), strict=True):
+            yield row, document.id, tokens
 
-    def _exchanged_documents(self, index: int, position: StreamPosition, exchange: UnitExchange) -> Iterator[TokenDoc]:
+    def _received_rows(
+        self, index: int, position: StreamPosition, exchange: UnitExchange
+    ) -> Iterator[tuple[int, str, np.ndarray]]:
         number = position.epoch * len(self._source) + position.unit
-        unit = self._unless_corrupt(index, lambda: exchange.take(number))
-        if unit is None:
-            return
-        self.empty_documents += unit.empty_documents
+        unit = self._unless_corrupt(index, lambda: exchange.take(number)) or TokenUnit([], [])
         order = seeded_permutation(len(unit.ids), self._seed, _ROW_ORDER, position.epoch, index)
         for row in range(position.row, len(order)):
             if (tokens := unit.tokens[order[row]]) is not None:
-                doc = TokenDoc(unit.ids[order[row]], tokens, replace(position, row=row))
-                position = _after(doc)
-                yield doc
+                yield row, unit.ids[order[row]], tokens
 
     def _tokenize_unit(self, number: int) -> TokenUnit | None:
         """Tokenize a unit, in the exchange's own thread; None for a quarantined unit, which no rank will request."""
@@ -246,26 +223,23 @@ class DocumentStream:
         if (index := int(self._unit_order(epoch)[place])) in self._quarantined:
             return None
         documents = self._source.read(index)
-        selected = [row for row, document in enumerate(documents) if document.text and self._in_split(document)]
+        selected = [row for row, document in enumerate(documents) if self._is_selected(document)]
         tokens: list[np.ndarray | None] = [None] * len(documents)
-        for first in range(0, len(selected), self._tokenize_batch):
-            batch = selected[first : first + self._tokenize_batch]
-            for row, ids in zip(batch, self._encode([documents[row].text for row in batch]), strict=True):
-                tokens[row] = ids
-        return TokenUnit([document.id for document in documents], tokens, sum(not d.text for d in documents))
+        for row, ids in zip(selected, self._tokenize([documents[row] for row in selected]), strict=True):
+            tokens[row] = ids
+        return TokenUnit([document.id for document in documents], tokens)
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        self._tokenized_documents += len(texts)
-        return [_read_only(ids) for ids in self._tokenizer.encode_batch(texts)]
+    def _tokenize(self, documents: list[Document]) -> Iterator[np.ndarray]:
+        for first in range(0, len(documents), self._tokenize_batch):
+            batch = documents[first : first + self._tokenize_batch]
+            for ids in self._tokenizer.encode_batch([document.text for document in batch]):
+                ids.setflags(write=False)
+                yield ids
 
     def _is_selected(self, document: Document) -> bool:
-        if not document.text:
-            self.empty_documents += 1
-            return False
-        return self._in_split(document)
-
-    def _in_split(self, document: Document) -> bool:
-        return is_held_out(document.id, self._held_out_fraction) == (self._split == "validation")
+        """Whether a document has text and belongs to the split."""
+        in_split = is_held_out(document.id, self._held_out_fraction) == (self._split == "validation")
+        return bool(document.text) and in_split
 
     def _unless_corrupt(self, index: int, read: Callable[[], _T]) -> _T | None:
         if index in self._quarantined:
@@ -294,11 +268,6 @@ class DocumentStream:
 def _after(doc: TokenDoc) -> StreamPosition:
     at = doc.position
     return StreamPosition(at.epoch, at.unit, at.row + 1, at.documents + 1, at.tokens + len(doc.tokens))
-
-
-def _read_only(ids: np.ndarray) -> np.ndarray:
-    ids.setflags(write=False)
-    return ids
 
 
 def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int) -> Iterator[str]:

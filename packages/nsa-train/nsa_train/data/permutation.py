@@ -1,13 +1,13 @@
 """Shuffling order: stateless seeded permutations of [0, n), computed from (n, seed, epoch) and never stored.
 
-Both orders below are part of the on-disk format. A data cursor saved before an upgrade must mean the same documents
+Both orders are part of the on-disk format. A data cursor saved before an upgrade must mean the same documents
 after it, so neither uses a random generator of a library (NumPy does not promise the same shuffle in its next release)
 and neither depends on the machine or the number of ranks. Both are built on SplitMix64 (Steele, Lea, Flood 2014).
 
-- `seeded_permutation` lists the whole order by sorting n random keys: used by the direct document stream and the demo
-  corpus, which shuffle a few thousand units or rows at a time.
-- `FeistelPermutation` computes any position on demand (a Feistel network) in constant memory: used for the rows of
-  prepared sets, where n can reach 2**62. `WindowedPermutation` restricts it to a moving window of blocks.
+- `seeded_permutation` lists the whole order by sorting n random keys: used by the direct document stream, which
+  shuffles a few thousand units or rows at a time.
+- `feistel_permutation` computes any position on demand (a Feistel network) in constant memory: used for the rows of
+  prepared sets, where n can reach 2**62.
 
 They cannot be merged into one: existing cursors point into both.
 """
@@ -56,87 +56,35 @@ def seeded_permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(random_keys, kind="stable")
 
 
-class FeistelPermutation:
-    """A bijection of [0, n) selected by `key`; exact for n up to 2**62.
+def feistel_permutation(n: int, key: int, positions: np.ndarray) -> np.ndarray:
+    """The rows at these positions of the order of [0, n) that `key` selects: a bijection, exact for n up to 2**62.
 
     An alternating Feistel network permutes the next power of two; values at or above n go through it again until they
     fall inside (cycle walking, fewer than two passes on average).
     """
+    if not 0 < n <= _MAX_ROWS:
+        raise ConfigError(f"a shuffled order needs 1 to 2**62 rows, got {n}. Check that the data is not empty.")
+    start = np.asarray(positions)
+    assert start.size == 0 or (start.min() >= 0 and start.max() < n), "position outside the order"
+    if n == 1:
+        return np.zeros(start.shape, dtype=np.int64)
+    bits = max((n - 1).bit_length(), _SMALLEST_BITS)
+    low_bits = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64((1 << (bits // 2)) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
+    round_keys = [np.uint64(derive_key(key, i)) for i in range(_ROUNDS)]
 
-    def __init__(self, n: int, key: int) -> None:
-        if not 0 < n <= _MAX_ROWS:
-            raise ConfigError(f"a shuffled order needs 1 to 2**62 rows, got {n}. Check that the data is not empty.")
-        self.n = n
-        bits = max((n - 1).bit_length(), _SMALLEST_BITS)
-        self._low_bits = np.uint64(bits // 2)
-        self._low_mask = np.uint64((1 << (bits // 2)) - 1)
-        self._high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-        self._keys = [derive_key(key, i) for i in range(_ROUNDS)]
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """The row at each position of the shuffled order."""
-        return self._walk(positions, forward=True)
-
-    def inverse(self, rows: np.ndarray) -> np.ndarray:
-        """The position of each row in the shuffled order."""
-        return self._walk(rows, forward=False)
-
-    def _walk(self, values: np.ndarray, *, forward: bool) -> np.ndarray:
-        start = np.asarray(values)
-        assert start.size == 0 or (start.min() >= 0 and start.max() < self.n), "position outside the order"
-        if self.n == 1:
-            return np.zeros(start.shape, dtype=np.int64)
-        result = self._pass(start.astype(np.uint64).reshape(-1), forward)
-        outside = np.flatnonzero(result >= self.n)
-        while outside.size:
-            result[outside] = self._pass(result[outside], forward)
-            outside = outside[result[outside] >= self.n]
-        return result.astype(np.int64).reshape(start.shape)
-
-    def _pass(self, values: np.ndarray, forward: bool) -> np.ndarray:
-        low = values & self._low_mask
-        high = values >> self._low_bits
-        for i in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
+    def permute(values: np.ndarray) -> np.ndarray:
+        low, high = values & low_mask, values >> low_bits
+        for i, round_key in enumerate(round_keys):
             if i % 2 == 0:
-                high = high ^ (_finalize(low ^ np.uint64(self._keys[i])) & self._high_mask)
+                high = high ^ (_finalize(low ^ round_key) & high_mask)
             else:
-                low = low ^ (_finalize(high ^ np.uint64(self._keys[i])) & self._low_mask)
-        return (high << self._low_bits) | low
+                low = low ^ (_finalize(high ^ round_key) & low_mask)
+        return (high << low_bits) | low
 
-
-class WindowedPermutation:
-    """Shuffles blocks of neighbouring rows, then rows inside a window of several blocks.
-
-    A plain permutation touches every shard within a few batches; from a remote store behind a cache that is smaller
-    than the data, each row would fetch a whole shard. Here only `window_blocks` blocks are in use at a time, and the
-    order stays a bijection. The last, shorter block keeps the last place, so every other place holds a full block.
-    """
-
-    def __init__(self, n: int, key: int, *, block_rows: int, window_blocks: int) -> None:
-        if block_rows < 1 or window_blocks < 1:
-            raise ConfigError(
-                f"block_rows is {block_rows} and window_blocks {window_blocks}: both must be at least 1. Raise them."
-            )
-        self.n = n
-        self._key = key
-        self._block_rows = block_rows
-        self._window_blocks = window_blocks
-        self._window_rows = block_rows * window_blocks
-        self._full_blocks = n // block_rows
-        self._blocks = FeistelPermutation(self._full_blocks, derive_key(key, 1)) if self._full_blocks else None
-
-    def __call__(self, positions: np.ndarray) -> np.ndarray:
-        positions = np.asarray(positions, dtype=np.int64)
-        windows = positions // self._window_rows
-        rows = np.empty_like(positions)
-        for window in np.unique(windows).tolist():
-            chosen = windows == window
-            start = window * self._window_rows
-            inside = FeistelPermutation(min(self._window_rows, self.n - start), derive_key(self._key, 2, window))
-            shuffled = inside(positions[chosen] - start)
-            blocks = window * self._window_blocks + shuffled // self._block_rows
-            if self._blocks is not None:
-                full = blocks < self._full_blocks
-                blocks[full] = self._blocks(blocks[full])
-            rows[chosen] = blocks * self._block_rows + shuffled % self._block_rows
-        return rows
+    result = permute(start.astype(np.uint64).reshape(-1))
+    outside = np.flatnonzero(result >= n)
+    while outside.size:
+        result[outside] = permute(result[outside])
+        outside = outside[result[outside] >= n]
+    return result.astype(np.int64).reshape(start.shape)

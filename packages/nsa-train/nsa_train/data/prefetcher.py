@@ -20,14 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from nsa import errors
 from nsa.errors import ConfigError, DataError, DataProcessKilled, DataTimeout, NSAError
-from nsa_train.data.rows.batch import Batch, EndOfData
+from nsa_train.data.rows.batch import Batch
 from nsa_train.data.rows.row_stream import State
-from nsa_train.data.rows.specs import DirectData, RowData, check_batch
+from nsa_train.data.rows.specs import RowData, check_batch
 from nsa_train.data.tokenizer import start_tokenizer_worker
-
-_SMOKE_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +46,6 @@ class PrefetchSettings:
             )
 
 
-@dataclass(slots=True)
-class _PrefetchCounters:
-    """Counted by this rank since its process started."""
-
-    batches: int = 0
-    documents: int = 0
-    tokens: int = 0
-    """Tokens that count in the loss."""
-    waited_s: float = 0.0
-    """Total time the trainer waited for batches."""
-    last_wait_s: float = 0.0
-
-
 class BatchPrefetcher:
     """Iterator over this rank's batches. Use it as a context manager; the worker also exits with its parent."""
 
@@ -81,7 +65,7 @@ class BatchPrefetcher:
         self._state = state
         self._ready: deque[tuple[Batch, State]] = deque()
         self._failed: NSAError | None = None
-        self.counters = _PrefetchCounters()
+        self._taken = 0
         context = mp.get_context("spawn")  # a fork would copy held locks and the CUDA context
         self._batches, batches = context.Pipe(duplex=False)
         self._worker = context.Process(
@@ -119,19 +103,12 @@ class BatchPrefetcher:
         return self
 
     def __next__(self) -> Batch:
-        start = time.monotonic()
         if not self._ready:
             if self._failed is not None:
                 raise self._failed
-            what = "the first batch" if self.counters.batches == 0 else f"batch {self.counters.batches}"
-            self._ready.append(self._require_batch(what))
+            self._ready.append(self._require_batch(f"batch {self._taken}" if self._taken else "the first batch"))
         batch, self._state = self._ready.popleft()
-        counters = self.counters
-        counters.last_wait_s = time.monotonic() - start
-        counters.waited_s += counters.last_wait_s
-        counters.batches += 1
-        counters.documents += batch.documents
-        counters.tokens += batch.valid_tokens
+        self._taken += 1
         return batch
 
     def state_dict(self) -> State | None:
@@ -164,7 +141,7 @@ class BatchPrefetcher:
         try:
             if not self._batches.poll(timeout_s):
                 return None
-            item: tuple[Batch, State] | _WorkerFailure = self._batches.recv()
+            item: tuple[Batch, State] | NSAError = self._batches.recv()
         except (EOFError, ConnectionResetError):
             self._worker.join()
             killed = self._worker.exitcode == -signal.SIGKILL
@@ -172,29 +149,9 @@ class BatchPrefetcher:
                 f"the prefetch process of {self._data} died (exit code {self._worker.exitcode}) before {what}. "
                 "A negative code is a signal, -9 often the out-of-memory killer. Check the system log."
             ) from None
-        if isinstance(item, _WorkerFailure):
-            raise item.as_error()
+        if isinstance(item, NSAError):
+            raise item
         return item
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerFailure:
-    """A worker's error by class name: the trainer raises the same class, or its nearest base in `nsa.errors`."""
-
-    kind: str
-    message: str
-
-    def as_error(self) -> NSAError:
-        if self.kind == EndOfData.__name__:
-            return EndOfData(self.message)
-        error: NSAError = getattr(errors, self.kind, DataError)(self.message)
-        return error
-
-    @classmethod
-    def of(cls, error: NSAError) -> "_WorkerFailure":
-        if isinstance(error, EndOfData):
-            return cls(EndOfData.__name__, str(error))
-        return cls(next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__)), str(error))
 
 
 def _produce(
@@ -207,13 +164,13 @@ def _produce(
     world: int,
     state: State | None,
 ) -> None:
-    """Worker process: send (batch, cursor after it) until the parent is gone, or a WorkerFailure and exit."""
+    """Worker process: send (batch, cursor after it) until the parent is gone, or the error that ends it."""
     start_tokenizer_worker(parent_pid)
     # A signal to the process group requests the trainer to save and stop, for which it may need another batch. The
     # trainer ends this process with SIGKILL, which is safe because it holds no state.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    waiting: queue.Queue[tuple[Batch, State] | _WorkerFailure | None] = queue.Queue(queue_depth)
+    waiting: queue.Queue[tuple[Batch, State] | NSAError | None] = queue.Queue(queue_depth)
     sender = threading.Thread(target=_send_all, args=(waiting, out))
     sender.start()
     try:
@@ -224,39 +181,14 @@ def _produce(
             batch = stream.next_batch(global_rows, rank, world)
             waiting.put((batch, stream.state_dict()))
     except NSAError as error:
-        waiting.put(_WorkerFailure.of(error))
+        waiting.put(error)
         sys.exit(error.exit_code)
     finally:
         waiting.put(None)
 
 
-def _send_all(waiting: "queue.Queue[tuple[Batch, State] | _WorkerFailure | None]", out: Connection) -> None:
+def _send_all(waiting: "queue.Queue[tuple[Batch, State] | NSAError | None]", out: Connection) -> None:
     """Send what is queued, up to None. A pipe holds less than a batch: the queue is what runs ahead of the trainer."""
     with suppress(BrokenPipeError):  # the trainer is gone, and this process goes with it
         while (item := waiting.get()) is not None:
             out.send(item)
-
-
-@dataclass(frozen=True, slots=True)
-class SmokeReport:
-    first_batch_s: float
-    batches: int
-    documents: int
-    tokens: int
-    tokens_per_s: float
-
-
-def smoke(source: str, *, tokenizer: str, seq_len: int, batch: int, timeout_s: float) -> SmokeReport:
-    """Read a few batches through the whole pipeline, worker included. Raises DataError if none arrives in time."""
-    data = DirectData(source, tokenizer, seq_len, loader_timeout_s=timeout_s)
-    start = time.monotonic()
-    with BatchPrefetcher(data, global_rows=batch, settings=PrefetchSettings(timeout_s=timeout_s)) as prefetcher:
-        prefetcher.warm_up()
-        first_batch_s = time.monotonic() - start
-        for _ in range(_SMOKE_BATCHES):
-            next(prefetcher)
-        counters = prefetcher.counters
-        elapsed_s = time.monotonic() - start
-    return SmokeReport(
-        first_batch_s, counters.batches, counters.documents, counters.tokens, counters.tokens / elapsed_s
-    )

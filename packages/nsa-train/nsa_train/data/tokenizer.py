@@ -10,8 +10,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +59,14 @@ class Tokenizer(Protocol):
     def to_json(self) -> str:
         """The tokenizer as text in the format of the `tokenizers` library; `parse_tokenizer` reads it back."""
         ...
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Values that identify a tokenizer, in state.json of a checkpoint and manifest.json of a prepared set.
+
+    A saved tokenizer is used only if it matches: ids of another one are valid integers with other meanings.
+    """
+    return {key: getattr(tokenizer, key) for key in ("vocab_size", "fingerprint", "eos_id")}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -142,7 +151,7 @@ class JsonTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the path: the library loses `encode_special_tokens` when it pickles a tokenizer for a worker process.
-        return _load_json_tokenizer, (str(self._path), self._eos_token, self._text)
+        return partial(JsonTokenizer, self._path, eos_token=self._eos_token, text=self._text), ()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         dtype = token_dtype(self.vocab_size)
@@ -175,10 +184,6 @@ def _library_errors(problem: str, fix: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ConfigError(f"{problem} ({error}). {fix}") from error
-
-
-def _load_json_tokenizer(path: str, eos_token: str | int | None, text: str | None) -> JsonTokenizer:
-    return JsonTokenizer(path, eos_token=eos_token, text=text)
 
 
 def _read_text(path: Path) -> str:
@@ -321,6 +326,26 @@ def parse_tokenizer(raw: bytes | bytearray, where: Path, *, eos_token: str | int
 def _simplest(tokenizer: JsonTokenizer) -> Tokenizer:
     """A byte tokenizer that was saved is a byte tokenizer again, with its own fingerprint."""
     return ByteTokenizer() if tokenizer.is_byte_tokenizer else tokenizer
+
+
+def parse_saved(raw: bytes | bytearray, where: Path, record: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer in the bytes of tokenizer.json; raises unless it is the recorded one."""
+    vocab_size, fingerprint, eos_id = (record.get(key) for key in ("vocab_size", "fingerprint", "eos_id"))
+    if type(vocab_size) is not int or type(eos_id) is not int or type(fingerprint) is not str:
+        raise DataError(f"the record of {where} has no vocab_size, eos_id or fingerprint: {dict(record)!r:.200}.")
+    tokenizer = parse_tokenizer(raw, where, eos_token=eos_id)
+    check_same(vocab_size, fingerprint, tokenizer)
+    return tokenizer
+
+
+def choose_tokenizer(override: str | Path | None, saved: Tokenizer | None) -> Tokenizer | None:
+    """Return the tokenizer saved with a model, or `override`, which must equal the saved one if there is one."""
+    if override is None:
+        return saved
+    chosen = load_tokenizer(str(override))
+    if saved is not None:
+        check_same(saved.vocab_size, saved.fingerprint, chosen)
+    return chosen
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> JsonTokenizer:

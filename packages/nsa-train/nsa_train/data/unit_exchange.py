@@ -51,7 +51,6 @@ class TokenUnit:
 
     ids: list[str]
     tokens: list[np.ndarray | None]
-    empty_documents: int
 
 
 class UnitExchange:
@@ -110,7 +109,8 @@ class UnitExchange:
                 if (name := _unit_name(number)) in names:
                     return _decode((self._folder / name).read_bytes(), self._folder / name)
                 if (name := _reader_name("failure", reader)) in names:
-                    raise _failure((self._folder / name).read_bytes(), reader)
+                    failure = json.loads((self._folder / name).read_bytes())
+                    raise getattr(errors, failure["kind"])(f"rank {reader}: {failure['message']}")
             waited_s, limit_s = time.monotonic() - started, self._settings.timeout_s
             if limit_s is not None and waited_s > limit_s:
                 raise DataTimeout(
@@ -145,7 +145,8 @@ class UnitExchange:
                 self._remove_used()
                 number += settings.readers
         except NSAError as error:
-            failure = {"kind": type(error).__name__, "message": str(error)}
+            kind = next(each.__name__ for each in type(error).__mro__ if hasattr(errors, each.__name__))
+            failure = {"kind": kind, "message": str(error)}
             try:
                 self._write(_reader_name("failure", settings.reader), json.dumps(failure).encode())
             except OSError:
@@ -203,7 +204,6 @@ def _encode(unit: TokenUnit) -> bytes:
         "ids": unit.ids,
         "lengths": [-1 if tokens is None else len(tokens) for tokens in unit.tokens],
         "dtype": present[0].dtype.name if present else "uint16",
-        "empty_documents": unit.empty_documents,
     }
     return _with_checksum(header, b"".join(tokens.tobytes() for tokens in present))
 
@@ -228,10 +228,4 @@ def _decode(raw: bytes, path: Path) -> TokenUnit:
     for length in header["lengths"]:
         tokens.append(None if length < 0 else joined[at : at + length])
         at += max(0, length)
-    return TokenUnit(header["ids"], tokens, header["empty_documents"])
-
-
-def _failure(raw: bytes, reader: int) -> NSAError:
-    content = json.loads(raw)
-    error: NSAError = getattr(errors, content["kind"], DataError)(f"rank {reader}: {content['message']}")
-    return error
+    return TokenUnit(header["ids"], tokens)

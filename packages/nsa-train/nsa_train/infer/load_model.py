@@ -28,8 +28,7 @@ from nsa_train.convert.export_folder import DTYPES, exported_config
 from nsa_train.convert.folder_files import CONFIG, LARGEST_JSON_BYTES, read_bytes, read_json
 from nsa_train.convert.import_folder import open_exported
 from nsa_train.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
-from nsa_train.data.saved_tokenizer import choose_tokenizer
-from nsa_train.data.tokenizer import Tokenizer, load_tokenizer
+from nsa_train.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from nsa_train.infer.chat_template import ChatTemplate
 from nsa_train.infer.generate import BatchResult, SamplingSettings, generate_batch
 

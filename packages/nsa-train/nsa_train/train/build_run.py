@@ -13,8 +13,7 @@ from nsa_train.checkpoint.run_state import TOKENIZER_RECORD, VOCAB_SIZE, RunReco
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import PrefetchSettings
 from nsa_train.data.rows.specs import RowData, SyntheticData
-from nsa_train.data.saved_tokenizer import tokenizer_record
-from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.tokenizer import Tokenizer, tokenizer_record
 from nsa_train.planning.model_figures import model_figures
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.run_model import ALL_PARAMETERS

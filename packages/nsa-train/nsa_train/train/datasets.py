@@ -9,10 +9,9 @@ from nsa.errors import ConfigError, DataError
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
-from nsa_train.data.saved_tokenizer import read_from_set, set_tokenizer_record, tokenizer_record
-from nsa_train.data.shards.manifest import TRAIN, VALIDATION, read_manifest
+from nsa_train.data.shards.manifest import TRAIN, VALIDATION, read_from_set, read_manifest
 from nsa_train.data.source.hub import FINEWEB_EDU
-from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer
+from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer, tokenizer_record
 from nsa_train.storage import StorageFolder
 
 _PACKING = {"stream": "concat", "best_fit": "best_fit"}
@@ -63,7 +62,7 @@ def data_tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     if config.data.dataset == "synthetic" or config.data.synthetic_on_fail:
         return None
     if config.data.dataset == "prepared":
-        return set_tokenizer_record(read_manifest(StorageFolder(_path(config))))
+        return read_manifest(StorageFolder(_path(config))).tokenizer_record
     return tokenizer_record(load_tokenizer(config.data.tokenizer))
 
 

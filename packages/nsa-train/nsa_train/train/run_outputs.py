@@ -19,8 +19,7 @@ from nsa_train.checkpoint.load import export
 from nsa_train.checkpoint.transfer import CopyResult
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.rows.specs import RowData
-from nsa_train.data.saved_tokenizer import tokenizer_record
-from nsa_train.data.tokenizer import Tokenizer
+from nsa_train.data.tokenizer import Tokenizer, tokenizer_record
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import HeartbeatRecord

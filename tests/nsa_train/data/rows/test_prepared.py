@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.rows.batch import EndOfData
-from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa_train.data.rows.prepared import PreparedRows
 from nsa_train.data.rows.row_stream import IndexedRowStream
 from nsa_train.data.shards.reader import ShardReader
 from nsa_train.storage import StorageFolder
@@ -25,14 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> StorageFolder:
 
 
 def _rows(folder: StorageFolder, seq_len: int = 64, **settings_) -> PreparedRows:
-    settings_ = {"shuffle": ShuffleSettings(seed=3), "with_provenance": True, "global_rows": 8} | settings_
+    settings_ = {"shuffle_seed": 3, "with_provenance": True} | settings_
     return PreparedRows(ShardReader(folder), seq_len, **settings_)
 
 
 @given(seq_len=st.integers(1, 300))
 @settings(max_examples=40, deadline=None)
 def test_unshuffled_rows_are_the_shards_joined(folder: StorageFolder, seq_len: int) -> None:
-    rows = _rows(folder, seq_len, shuffle=None)
+    rows = _rows(folder, seq_len, shuffle_seed=None)
     batch = rows.rows(np.arange(rows.rows_per_epoch))
     flat = batch.tokens.reshape(-1)
     assert np.array_equal(flat[: len(JOINED)], JOINED)
@@ -45,7 +45,7 @@ def test_unshuffled_rows_are_the_shards_joined(folder: StorageFolder, seq_len: i
 @given(seq_len=st.integers(1, 200), seed=st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_an_epoch_serves_every_token_once_with_its_document(folder: StorageFolder, seq_len: int, seed: int) -> None:
-    rows = _rows(folder, seq_len, shuffle=ShuffleSettings(seed=seed))
+    rows = _rows(folder, seq_len, shuffle_seed=seed)
     batch = rows.rows(np.arange(rows.rows_per_epoch))
     seen: dict[tuple[str, int], int] = {}
     for tokens, cu, segments in zip(batch.tokens, batch.cu_doc_lens, batch.provenance or (), strict=True):
@@ -62,17 +62,16 @@ def test_an_epoch_serves_every_token_once_with_its_document(folder: StorageFolde
 def test_a_batch_depends_on_nothing_that_was_asked_before(folder: StorageFolder) -> None:
     first, second = _rows(folder), _rows(folder)
     for step in range(20):
-        first.batch(step, 0, 1)
-    assert np.array_equal(first.batch(7, 0, 1).tokens, second.batch(7, 0, 1).tokens)
+        first.rows(np.arange(8 * step, 8 * step + 8))
+    assert np.array_equal(first.rows(np.arange(56, 64)).tokens, second.rows(np.arange(56, 64)).tokens)
 
 
-@pytest.mark.parametrize("block_rows", [None, 16])
-def test_any_number_of_ranks_reads_the_same_sequence(folder: StorageFolder, block_rows: int | None) -> None:
-    shuffle = ShuffleSettings(seed=1, block_rows=block_rows, window_blocks=2)
-    for step in range(25):  # beyond one epoch
-        whole = _rows(folder, shuffle=shuffle).batch(step, 0, 1)
-        for world in (2, 4, 8):
-            parts = [_rows(folder, shuffle=shuffle).batch(step, rank, world) for rank in range(world)]
+def test_any_number_of_ranks_reads_the_same_sequence(folder: StorageFolder) -> None:
+    for world in (2, 4, 8):
+        alone, ranks = IndexedRowStream(_rows(folder)), [IndexedRowStream(_rows(folder)) for _ in range(world)]
+        for _ in range(25):  # beyond one epoch
+            whole = alone.next_batch(8)
+            parts = [stream.next_batch(8, rank, world) for rank, stream in enumerate(ranks)]
             assert np.array_equal(np.concatenate([p.tokens for p in parts]), whole.tokens)
             assert sum((p.provenance or () for p in parts), ()) == whole.provenance
 
@@ -88,12 +87,12 @@ def test_epochs_are_counted_and_differ(folder: StorageFolder) -> None:
 
 
 def test_the_end_of_data_is_an_error_for_the_whole_batch(folder: StorageFolder) -> None:
-    rows = _rows(folder, max_epochs=1)
-    last = rows.rows_per_epoch // 8
-    rows.batch(last - 1, 0, 2)
-    for rank in range(2):  # also for the rank whose own rows would still exist
+    ranks = [IndexedRowStream(_rows(folder, max_epochs=1)) for _ in range(2)]
+    for rank, stream in enumerate(ranks):  # also for the rank whose own rows would still exist
+        for _ in range(_rows(folder).rows_per_epoch // 8):
+            stream.next_batch(8, rank, 2)
         with pytest.raises(EndOfData):
-            rows.batch(last, rank, 2)
+            stream.next_batch(8, rank, 2)
 
 
 def test_a_cursor_moves_between_world_sizes_and_batch_sizes(folder: StorageFolder) -> None:
@@ -124,12 +123,12 @@ def test_a_cursor_of_other_settings_is_refused_by_name(folder: StorageFolder) ->
 @pytest.mark.parametrize(("rows", "rank", "world"), [(8, 0, 3), (8, 2, 2), (0, 0, 1)])
 def test_uneven_shares_are_refused(folder: StorageFolder, rows: int, rank: int, world: int) -> None:
     with pytest.raises(ConfigError):
-        _rows(folder, global_rows=rows).batch(0, rank, world)
+        IndexedRowStream(_rows(folder)).next_batch(rows, rank, world)
 
 
 def test_an_empty_split_is_refused(folder: StorageFolder) -> None:
     with pytest.raises(DataError):
-        PreparedRows(ShardReader(folder, "validation"), 8, shuffle=None)
+        PreparedRows(ShardReader(folder, "validation"), 8, shuffle_seed=None)
 
 
 def test_wide_tokens_survive(tmp_path: Path) -> None:

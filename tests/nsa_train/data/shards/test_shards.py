@@ -15,18 +15,17 @@ import pytest
 
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.rows.batch import rows_of_rank
-from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
+from nsa_train.data.rows.prepared import PreparedRows
 from nsa_train.data.rows.row_stream import IndexedRowStream
-from nsa_train.data.shards.cache import ShardCache
 from nsa_train.data.shards.manifest import MANIFEST_NAME, ShardManifest, read_manifest
-from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.shards.reader import ShardCache, ShardReader
 from nsa_train.data.shards.writer import BLOCK_BYTES, ShardInfo, ShardWriter
 from nsa_train.storage import StorageFolder
 from tests.nsa_train.data.shard_sets import documents, write_set
 
 
 def _read_everything(path: Path) -> np.ndarray:
-    rows = PreparedRows(ShardReader(StorageFolder(str(path))), 512, shuffle=ShuffleSettings(1), with_provenance=True)
+    rows = PreparedRows(ShardReader(StorageFolder(str(path))), 512, shuffle_seed=1, with_provenance=True)
     return rows.rows(np.arange(rows.rows_per_epoch)).tokens
 
 
@@ -60,7 +59,7 @@ def test_only_touched_blocks_are_hashed(tmp_path: Path) -> None:
     raw = bytearray(tokens.read_bytes())
     raw[-1] ^= 1
     tokens.write_bytes(raw)
-    rows = PreparedRows(ShardReader(StorageFolder(str(tmp_path))), 512, shuffle=None)
+    rows = PreparedRows(ShardReader(StorageFolder(str(tmp_path))), 512, shuffle_seed=None)
     rows.rows(np.arange(1))
     with pytest.raises(DataError, match="SHA-256"):
         rows.rows(np.asarray([rows.rows_per_epoch - 1]))
@@ -123,12 +122,12 @@ class RemoteFolder(StorageFolder):
 def test_a_cached_read_equals_a_local_read_within_the_limit(tmp_path: Path) -> None:
     source, cache_path = tmp_path / "set", tmp_path / "cache"
     write_set(source, documents(200, longest=300), docs_per_shard=20)
-    expected = PreparedRows(ShardReader(StorageFolder(str(source))), 128, shuffle=None)
+    expected = PreparedRows(ShardReader(StorageFolder(str(source))), 128, shuffle_seed=None)
     sizes = [p.stat().st_size for p in source.rglob("*") if p.is_file()]
     limit = sum(sizes) // 4
     folder = RemoteFolder(str(source))
     rows = PreparedRows(
-        ShardReader(folder, cache=ShardCache(cache_path, limit)), 128, shuffle=None, with_provenance=True
+        ShardReader(folder, cache=ShardCache(cache_path, limit)), 128, shuffle_seed=None, with_provenance=True
     )
     for i in range(0, rows.rows_per_epoch, 4):
         ids = np.arange(i, min(i + 4, rows.rows_per_epoch))
@@ -169,8 +168,8 @@ def test_a_full_shuffle_of_more_than_the_cache_is_refused(tmp_path: Path) -> Non
     source = tmp_path / "set"
     write_set(source, documents(60))
     reader = ShardReader(RemoteFolder(str(source)), cache=ShardCache(tmp_path / "cache", 1000))
-    with pytest.raises(ConfigError, match="block_rows"):
-        PreparedRows(reader, 16, shuffle=ShuffleSettings(seed=0))
+    with pytest.raises(ConfigError, match="cache_gib"):
+        PreparedRows(reader, 16, shuffle_seed=0)
 
 
 def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
@@ -181,16 +180,16 @@ def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
         """
         import hashlib, sys
         import numpy as np
-        from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
-        from nsa_train.data.shards.cache import ShardCache
+        from nsa_train.data.rows.prepared import PreparedRows
+        from nsa_train.data.shards.reader import ShardCache
         from nsa_train.data.shards.reader import ShardReader
         from tests.nsa_train.data.shards.test_shards import RemoteFolder
 
         source, cache, seed = sys.argv[1:]
         reader = ShardReader(RemoteFolder(source), cache=ShardCache(cache, 12_000), max_open_shards=1)
-        rows = PreparedRows(reader, 64, shuffle=ShuffleSettings(int(seed), block_rows=8, window_blocks=2))
-        stored = rows.stored_rows(np.arange(rows.rows_per_epoch))
-        tokens = rows.rows(np.arange(rows.rows_per_epoch)).tokens[np.argsort(stored)]
+        rows = PreparedRows(reader, 64, shuffle_seed=None)
+        order = np.random.default_rng(int(seed)).permutation(rows.rows_per_epoch)
+        tokens = rows.rows(order).tokens[np.argsort(order)]
         print(hashlib.sha256(tokens.tobytes()).hexdigest())
         """
     )
@@ -211,7 +210,7 @@ def test_a_set_of_fifteen_trillion_tokens_opens_with_a_small_cursor(tmp_path):
     manifest = ShardManifest(32_768, "any", 0, "uint16", {"source": "any"}, [], {"train": shards, "validation": []})
     folder = StorageFolder(str(tmp_path))
     folder.write_bytes(MANIFEST_NAME, manifest.to_bytes())
-    rows = PreparedRows(ShardReader(folder), 8192, shuffle=ShuffleSettings(7))
+    rows = PreparedRows(ShardReader(folder), 8192, shuffle_seed=7)
     assert rows.reader.total_tokens > 15 * 10**12
     stream = IndexedRowStream(rows)
     assert len(json.dumps(stream.state_dict())) < 300

@@ -10,9 +10,9 @@ import pytest
 import zstandard
 
 from nsa.errors import DataError
+from nsa_train.data.document import CorruptUnit, DocumentSource
 from nsa_train.data.rows.specs import DirectData
-from nsa_train.data.source import CorruptUnit, DocumentSource, open_source
-from nsa_train.data.source.checksums import ChecksummedSource
+from nsa_train.data.source.resolve import ChecksummedSource, open_source
 from tests.nsa_train.data.corpora import make_records, write_parquet
 
 FLIPS = 150

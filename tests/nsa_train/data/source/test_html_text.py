@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nsa_train.data.source.html_text import _NOT_TEXT, _ParagraphParser, html_text
+from nsa_train.data.source.html_text import _ParagraphParser, html_text
 
 PIECES = (
     *("<p>", "</p>", "<div class='a b'>", "</div>", '<DIV CLASS="toc">', "<br>", "<br/>", "<hr />", "<b>", "</b>"),
@@ -20,13 +20,12 @@ PIECES = (
 class Oracle(HTMLParser):
     """Drives the same collection of paragraphs by Python's tokenizer."""
 
-    def __init__(self, dropped: frozenset[str], classes: frozenset[str]) -> None:
+    def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.paragraphs = _ParagraphParser(dropped, classes)
+        self.paragraphs = _ParagraphParser()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        classes = next((set((value or "").split()) for key, value in attrs if key == "class"), set())
-        self.paragraphs._open_element(tag, classes)
+        self.paragraphs._open_element(tag)
 
     def handle_endtag(self, tag: str) -> None:
         self.paragraphs._close(tag)
@@ -40,8 +39,7 @@ def test_well_formed_pages_are_read_as_by_html_parser(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(100):
         page = "".join(chance.choices(PIECES, k=chance.randrange(1, 40))) + "<p>end</p>"
-        classes = frozenset({"toc"})
-        oracle, ours = Oracle(_NOT_TEXT, classes), _ParagraphParser(_NOT_TEXT, classes)
+        oracle, ours = Oracle(), _ParagraphParser()
         oracle.feed(page)
         oracle.close()
         ours.parse(page)

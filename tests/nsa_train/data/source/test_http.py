@@ -1,13 +1,11 @@
 """The same tokens come out of a server that misbehaves, and an error in time out of one that is gone."""
 
-import os
-
 import pytest
 
 from nsa.errors import DataError
 from nsa_train.data.document_stream import DocumentStream
-from nsa_train.data.source import RetryPolicy, open_source
-from nsa_train.data.source.http import HttpClient
+from nsa_train.data.source.http import RetryPolicy
+from nsa_train.data.source.resolve import open_source
 from nsa_train.data.tokenizer import ByteTokenizer
 from tests.nsa_train.data.corpora import make_records, write_parquet
 from tests.nsa_train.data.faulty_server import Faults, FaultyServer
@@ -34,17 +32,16 @@ def addresses(server):
 
 def tokens(source):
     stream = DocumentStream(source, ByteTokenizer(), seed=3, at_end="stop")
-    return [(doc.doc_id, doc.tokens.tobytes()) for doc in stream], stream.counters()
+    return [(doc.doc_id, doc.tokens.tobytes()) for doc in stream], stream.state_dict()["quarantined"]
 
 
 @pytest.fixture(scope="module")
 def calm(files):
     with FaultyServer(files) as server:
         source = open_source(addresses(server), retry_policy=QUICK)
-        sequence, counters = tokens(source)
+        sequence, _ = tokens(source)
     assert len(sequence) == 600
-    assert counters["retries"] == 0
-    return sequence, source.fingerprint
+    return sequence, source.fingerprint, server.requests
 
 
 @pytest.mark.parametrize(
@@ -62,22 +59,22 @@ def calm(files):
 def test_a_misbehaving_server_gives_identical_tokens(files, calm, faults):
     with FaultyServer(files, faults) as server:
         source = open_source(addresses(server), retry_policy=QUICK)
-        sequence, counters = tokens(source)
+        sequence, quarantined = tokens(source)
     assert sequence == calm[0]
     assert source.fingerprint == calm[1], "another port is the same data"
-    assert counters["bad_units"] == 0
+    assert quarantined == []
     if faults != Faults(bytes_per_s=64 * 1024):
-        assert counters["retries"] > 0, "the faults did not reach the client: this test shows nothing"
+        assert server.requests > calm[2], "the faults did not reach the client: this test shows nothing"
 
 
 def test_bytes_damaged_on_the_way_are_fetched_again(files, calm):
     with FaultyServer(files) as server:
         source = open_source(addresses(server), retry_policy=QUICK)
         server.faults = Faults(flip_byte=0.05)
-        sequence, counters = tokens(source)
+        sequence, quarantined = tokens(source)
     assert server.flips > 0
     assert sequence == calm[0]
-    assert counters["bad_units"] == 0
+    assert quarantined == []
 
 
 def test_a_cut_body_continues_where_it_was_cut(files):
@@ -106,7 +103,7 @@ def test_a_server_gone_for_good_ends_with_the_data_error_in_time(files):
     assert "row group" in str(caught.value)
     assert ".parquet" in str(caught.value)
     assert len(before) == 40
-    assert stream.counters()["bad_units"] == 0, "a lost server is not a corrupt unit"
+    assert stream.state_dict()["quarantined"] == [], "a lost server is not a corrupt unit"
     with pytest.raises(DataError):
         next(stream)  # and asking again does not look like the end of the data
 
@@ -166,14 +163,6 @@ def test_the_order_of_addresses_does_not_matter(files, calm):
         source = open_source(addresses(server)[::-1], retry_policy=QUICK)
         assert source.fingerprint == calm[1]
         assert tokens(source)[0] == calm[0]
-
-
-def test_a_forked_worker_opens_its_own_connections(monkeypatch):
-    client = HttpClient(QUICK)
-    ours = client._connections()
-    assert client._connections() is ours
-    monkeypatch.setattr(os, "getpid", lambda: -5)
-    assert client._connections() is not ours
 
 
 def test_retry_policy_stays_below_the_loaders_timeout():

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from nsa.errors import DataError, DataTimeout
-from nsa_train.data.source import open_source
-from nsa_train.data.source.http import HttpClient
+from nsa_train.data.source.http import HttpClient, ReadDeadline, RetryPolicy
 from nsa_train.data.source.hub import ListingLimits, list_hub
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa_train.data.source.resolve import open_source
 from tests.nsa_train.data.faulty_server import FaultyServer
 
 API, TREE = "/api/datasets/owner/set", "/api/datasets/owner/set/tree/c0ffee?recursive=true"

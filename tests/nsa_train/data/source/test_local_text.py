@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError, DataError
+from nsa_train.data.document import CorruptUnit, DocumentColumns
 from nsa_train.data.document_stream import DocumentStream
-from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
 from nsa_train.data.source.html_text import html_text
-from nsa_train.data.source.local_files import list_local
 from nsa_train.data.source.read_report import (
     _SHOWN_NAMES,
     FOLDER_LINK,
@@ -26,6 +25,7 @@ from nsa_train.data.source.read_report import (
     UNREADABLE,
     ReadReport,
 )
+from nsa_train.data.source.resolve import list_local, open_source
 from nsa_train.data.source.text import TextFileSource
 from nsa_train.data.tokenizer import ByteTokenizer
 from tests.nsa_train.data.corpora import make_records, write_parquet
@@ -120,7 +120,7 @@ def test_unreadable_text_files_and_folders_are_left_out():
         write(root / "a.txt"), write(root / "secret.txt").chmod(0), write(root / "folder/b.txt")
         (root / "folder").chmod(0)
         program = (
-            "import os, sys\nfrom nsa_train.data.source.local_files import list_local\n"
+            "import os, sys\nfrom nsa_train.data.source.resolve import list_local\n"
             "os.setgid(65534); os.setuid(65534)\nlisting = list_local(sys.argv[1])\n"
             "print([f.name for f in listing.files], sorted(listing.left_out.skipped[sys.argv[2]].first))"
         )
@@ -229,13 +229,13 @@ def test_a_wrong_column_is_an_error_and_not_an_empty_set(tmp_path):
     ],
 )
 def test_the_text_of_a_page(page, text):
-    assert html_text(page, keep_title=True) == text
+    assert html_text(page) == text
 
 
 @settings(deadline=None)
 @given(st.text(st.sampled_from("<>/!-&;=\"'abp \n") | st.characters(exclude_categories=("Cs",))))
 def test_any_page_gives_text(page):
-    html_text(page, keep_title=True)
+    html_text(page)
 
 
 def test_thousands_of_open_elements_take_no_time():

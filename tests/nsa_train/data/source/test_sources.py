@@ -1,7 +1,6 @@
 import contextlib
 import gzip
 import json
-import pickle
 import random
 import shutil
 
@@ -10,12 +9,11 @@ import zstandard
 
 from nsa.errors import ConfigError, DataError
 from nsa_train import shipped
-from nsa_train.data.document import Document
-from nsa_train.data.source import CorruptUnit, DocumentColumns, open_source
+from nsa_train.data.document import CorruptUnit, Document, DocumentColumns
+from nsa_train.data.source.http import RetryPolicy
 from nsa_train.data.source.jsonl import JsonlSource
-from nsa_train.data.source.local_files import list_local
-from nsa_train.data.source.parquet import ParquetSource, _ListingCache
-from nsa_train.data.source.retry_policy import RetryPolicy
+from nsa_train.data.source.parquet import ParquetSource, _listing_path
+from nsa_train.data.source.resolve import list_local, open_source
 from tests.nsa_train.data.corpora import make_records, write_corpus, write_parquet
 from tests.nsa_train.data.faulty_server import FaultyServer
 
@@ -64,15 +62,6 @@ def test_only_text_and_id_are_fetched(tmp_path):
         fetched = sum(int(r.split("-")[1]) - int(r[6:].split("-")[0]) + 1 for _, r in server.ranges)
     assert len(server.ranges) == 2, "one request per column"
     assert fetched < len(content) / 20
-
-
-def test_a_source_travels_to_a_worker_process(tmp_path):
-    write_corpus(tmp_path / "c", files=1)
-    content = (tmp_path / "c" / "part-000.parquet").read_bytes()
-    with FaultyServer({"/c.parquet": content}) as server:
-        source = open_source(server.url("/c.parquet"))
-        wanted = source.read(0)
-        assert pickle.loads(pickle.dumps(source)).read(0) == wanted
 
 
 def flipped(content, at, bit):
@@ -336,5 +325,5 @@ def test_fingerprints_and_cache_names_never_change(tmp_path):
     assert open_source(str(tmp_path), columns=DocumentColumns("id", None)).fingerprint == (
         "9db23c1140b04b551062d960db0f69db98473adc4b1edd9061487b62861d79c8"
     )
-    _ListingCache(tmp_path, ["a", "b"], DocumentColumns()).save([])
-    assert (tmp_path / "listing-d42a85ddaa7375e2a1e68532a55f7514.json").exists()
+    listing = _listing_path(tmp_path, ["a", "b"], DocumentColumns())
+    assert listing.name == "listing-d42a85ddaa7375e2a1e68532a55f7514.json"

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError
-from nsa_train.data.source.text_encoding import (
+from nsa_train.data.source.text import (
     UTF8,
     NotText,
     UnknownEncoding,

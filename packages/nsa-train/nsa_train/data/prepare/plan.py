@@ -7,6 +7,7 @@ checks. Small text files are put together in tasks of some megabytes: a task wri
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,13 @@ from urllib.parse import urlsplit
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.document import DocumentColumns, DocumentSource
 from nsa_train.data.shards.manifest import MANIFEST_NAME, read_manifest
-from nsa_train.data.source.file import LocalFile, StoredFile
+from nsa_train.data.source.file import JSONL_SUFFIXES, PARQUET_SUFFIX, LocalFile, StoredFile, file_kind
+from nsa_train.data.source.http import RetryPolicy
 from nsa_train.data.source.jsonl import JsonlSource
-from nsa_train.data.source.kinds import JSONL_SUFFIXES, PARQUET_SUFFIX, file_kind
-from nsa_train.data.source.local_files import list_local, local_root
 from nsa_train.data.source.parquet import ParquetSource
 from nsa_train.data.source.read_report import EMPTY, ReadReport
-from nsa_train.data.source.resolve import combine, is_local, open_local, open_source
-from nsa_train.data.source.retry_policy import RetryPolicy
-from nsa_train.data.source.text import TextFileSource
-from nsa_train.data.source.text_encoding import DEFAULT_FALLBACK, require_encoding
+from nsa_train.data.source.resolve import combine, is_local, list_local, local_root, open_local, open_source
+from nsa_train.data.source.text import DEFAULT_FALLBACK, TextFileSource, require_encoding
 from nsa_train.data.tokenizer import load_tokenizer, token_dtype
 from nsa_train.storage import StorageFolder
 
@@ -121,17 +119,16 @@ def make_plan(
     columns = columns or DocumentColumns()
     loaded = load_tokenizer(tokenizer, eos_token=eos_token)
     encoding = require_encoding(encoding)
-    listed = _list_files(source, columns, encoding=encoding, exclude=exclude)
-    files, texts = listed.files, listed.texts
+    files, texts, source_fingerprint, left_out = _list_files(source, columns, encoding, exclude)
     if limit_units is not None:
         files = _first_units(files, limit_units)
         texts = texts[: max(0, limit_units - sum(units for _, units in files))]
     # 64 row groups of 1,000 documents are about 64 M tokens: at most a minute or two of work is lost when killed.
-    default_units = 1 if _units_are_whole_files(files) else 64
+    default_units = 1 if all(units == 1 and file.endswith(JSONL_SUFFIXES) for file, units in files) else 64
     return PreparePlan(
         source=source,
         files=files,
-        source_fingerprint=listed.fingerprint,
+        source_fingerprint=source_fingerprint,
         text_column=columns.text,
         id_column=columns.id,
         tokenizer=tokenizer,
@@ -147,7 +144,7 @@ def make_plan(
         text_tasks=_text_tasks(texts, units_per_task or _TEXT_TASK_FILES),
         encoding=encoding,
         dedup=dedup,
-        left_out=listed.left_out.as_json(),
+        left_out=left_out.as_json(),
     )
 
 
@@ -212,26 +209,21 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-@dataclass(frozen=True)
-class SourceListing:
-    """The files of a source in output order: first parquet and JSONL, then text files."""
-
-    files: list[tuple[str, int]]  # (file, units)
-    texts: list[tuple[str, int]]  # (name relative to the source, bytes)
-    fingerprint: str
-    left_out: ReadReport = field(default_factory=ReadReport)
+_NamedCounts = list[tuple[str, int]]
 
 
 def _list_files(
-    spec: str, columns: DocumentColumns, *, encoding: str = DEFAULT_FALLBACK, exclude: Path | None = None
-) -> SourceListing:
+    spec: str, columns: DocumentColumns, encoding: str, exclude: Path | None
+) -> tuple[_NamedCounts, _NamedCounts, str, ReadReport]:
+    """Parquet and JSONL files with their units, text files with their bytes (both in output order), the fingerprint of
+    the source, and what was left out. Names of text files are relative to the source."""
     if _in_object_store(spec):
-        return _list_object_store(spec, columns)
+        return *_list_object_store(spec, columns), ReadReport()
     if not is_local(spec):
         remote = open_source(spec, columns=columns)
-        return SourceListing(_unit_counts(remote), [], remote.fingerprint)
+        return _unit_counts(remote), [], remote.fingerprint, ReadReport()
     listing = list_local(spec, exclude=exclude)
-    parts = open_local(listing, columns=columns, fallback_encoding=encoding)
+    parts = open_local(listing.files, columns=columns, fallback_encoding=encoding)
     files: list[tuple[str, int]] = []
     texts: list[tuple[str, int]] = []
     for part in parts:
@@ -240,21 +232,17 @@ def _list_files(
         else:
             files += _unit_counts(part)
     with_units = {file for file, _ in files}
-    for file in listing.of_kind("jsonl"):
-        if file.where not in with_units:
+    for file in listing.files:
+        if file_kind(file.name) == "jsonl" and file.where not in with_units:
             listing.left_out.skip(EMPTY, file.name)
-    return SourceListing(files, texts, combine(parts).fingerprint, listing.left_out)
+    return files, texts, combine(parts).fingerprint, listing.left_out
 
 
-def _unit_counts(source: DocumentSource) -> list[tuple[str, int]]:
-    counts: dict[str, int] = {}
-    for index in range(len(source)):
-        file = source.unit(index).file
-        counts[file] = counts.get(file, 0) + 1
-    return list(counts.items())
+def _unit_counts(source: DocumentSource) -> _NamedCounts:
+    return list(Counter(source.unit(index).file for index in range(len(source))).items())
 
 
-def _list_object_store(spec: str, columns: DocumentColumns) -> SourceListing:
+def _list_object_store(spec: str, columns: DocumentColumns) -> tuple[_NamedCounts, _NamedCounts, str]:
     folder = StorageFolder(spec)
     sizes = {name: size for name, size in folder.files((PARQUET_SUFFIX, *JSONL_SUFFIXES)) if size}
     names = list(sizes)
@@ -267,12 +255,10 @@ def _list_object_store(spec: str, columns: DocumentColumns) -> SourceListing:
         )
     if kinds == {"jsonl"}:
         # A JSONL file in an object store is fetched and read whole.
-        return SourceListing([(name, 1) for name in names], [], hashlib.sha256(repr(sizes).encode()).hexdigest())
+        return [(name, 1) for name in names], [], hashlib.sha256(repr(sizes).encode()).hexdigest()
     sources = [ParquetSource([StoredFile(folder, name)], RetryPolicy(), columns=columns) for name in names]
     digest = hashlib.sha256("".join(source.fingerprint for source in sources).encode())
-    return SourceListing(
-        [(name, len(source)) for name, source in zip(names, sources, strict=True)], [], digest.hexdigest()
-    )
+    return [(name, len(source)) for name, source in zip(names, sources, strict=True)], [], digest.hexdigest()
 
 
 def open_task(plan: PreparePlan, task: PrepareTask, scratch: Path, report: ReadReport) -> DocumentSource:
@@ -294,10 +280,6 @@ def open_task(plan: PreparePlan, task: PrepareTask, scratch: Path, report: ReadR
     # One block for the whole file: the listing counted it as one unit.
     block_bytes = max(1, local.stat().st_size)
     return JsonlSource([LocalFile(task.file, local)], columns=columns, block_bytes=block_bytes, report=report)
-
-
-def _units_are_whole_files(files: list[tuple[str, int]]) -> bool:
-    return all(units == 1 and file.endswith(JSONL_SUFFIXES) for file, units in files)
 
 
 def _in_object_store(spec: str) -> bool:

@@ -28,8 +28,7 @@ from nsa_train.data.prepare.task import (
     run_task,
     write_masks,
 )
-from nsa_train.data.saved_tokenizer import save_with_set
-from nsa_train.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest
+from nsa_train.data.shards.manifest import MANIFEST_NAME, SPLITS, ShardManifest, read_manifest, save_with_set
 from nsa_train.data.shards.writer import ShardInfo
 from nsa_train.data.source.read_report import ReadReport
 from nsa_train.data.source.resolve import open_source

@@ -23,7 +23,7 @@ from nsa_train.data.document import CorruptUnit, Document, is_held_out
 from nsa_train.data.prepare.plan import WORK, PreparePlan, PrepareTask, open_task
 from nsa_train.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa_train.data.shards.writer import ShardInfo, ShardWriter
-from nsa_train.data.source.kinds import FileKind, file_kind
+from nsa_train.data.source.file import FileKind, file_kind
 from nsa_train.data.source.read_report import DUPLICATES, EMPTY, EMPTY_RECORDS, ReadReport
 from nsa_train.data.source.text import UnreadableText
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer

@@ -6,28 +6,18 @@ settings and that position: no state, no dependence on the number of ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from nsa.errors import ConfigError, DataError
-from nsa_train.data.permutation import FeistelPermutation, WindowedPermutation, derive_key
-from nsa_train.data.rows.batch import Batch, EndOfData, Segment, rows_of_rank
+from nsa_train.data.permutation import derive_key, feistel_permutation
+from nsa_train.data.rows.batch import Batch, EndOfData, Segment
 from nsa_train.data.shards.reader import ShardReader
 
 # The order is computed for this many rows at a time and cached: for the few rows of one batch, numpy's overhead per
 # call would cost more than reading the tokens.
 _CHUNK_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ShuffleSettings:
-    """`block_rows` keeps neighbouring rows together, for a remote set larger than its cache; None shuffles all rows."""
-
-    seed: int
-    block_rows: int | None = None
-    window_blocks: int = 16
 
 
 class PreparedRows:
@@ -38,14 +28,13 @@ class PreparedRows:
         reader: ShardReader,
         seq_len: int,
         *,
-        shuffle: ShuffleSettings | None,
+        shuffle_seed: int | None,
         max_epochs: int | None = None,
-        global_rows: int | None = None,
         with_provenance: bool = False,
         mask_document_ends: bool = True,
     ) -> None:
-        """`shuffle=None` keeps the set's own order. `max_epochs=None` repeats forever, each epoch in a new order; a row
-        beyond the last epoch raises DataError. `global_rows` is the global batch size, for `batch`."""
+        """`shuffle_seed=None` keeps the set's own order. `max_epochs=None` repeats forever, each epoch in a new order;
+        a row beyond the last epoch raises DataError."""
         if seq_len < 1:
             raise ConfigError(f"seq_len is {seq_len}: a row needs at least one token.")
         if max_epochs is not None and max_epochs < 1:
@@ -59,41 +48,30 @@ class PreparedRows:
         self.seq_len = seq_len
         self.rows_per_epoch = -(-reader.total_tokens // seq_len)
         self.max_epochs = max_epochs
-        self._shuffle = shuffle
-        self._global_rows = global_rows
+        self._shuffle_seed = shuffle_seed
         self._with_provenance = with_provenance
         self._mask_document_ends = mask_document_ends
         limit = reader.cache_limit_bytes
-        if shuffle is not None and shuffle.block_rows is None and limit is not None and reader.total_bytes > limit:
+        if shuffle_seed is not None and limit is not None and reader.total_bytes > limit:
             raise ConfigError(
-                f"{reader.folder.url} holds {reader.total_bytes} bytes of tokens but the cache holds {limit}: a full "
-                "shuffle would fetch a whole shard for almost every row. Set shuffle.block_rows (e.g. the rows of one "
-                "shard), raise data.cache_gib, or copy the set to local disk."
+                f"{reader.folder.url} holds {reader.total_bytes} bytes of tokens but the cache holds {limit}: a "
+                "shuffle would fetch a whole shard for almost every row. Raise data.cache_gib, or copy the set to "
+                "local disk."
             )
-        self._order = lru_cache(maxsize=4)(self._build_order)
         self._chunks_per_epoch = -(-self.rows_per_epoch // _CHUNK_ROWS)
         self._chunk = lru_cache(maxsize=8)(self._compute_chunk)
 
     @property
     def identity(self) -> dict[str, object]:
         """Values that determine the tokens at each position; a cursor is valid only for equal values."""
-        shuffle = self._shuffle
+        seed = self._shuffle_seed
         return {
             "kind": self.kind,
             "data": self.reader.manifest.fingerprint,
             "split": self.reader.split,
             "seq_len": self.seq_len,
-            "shuffle": [shuffle.seed, shuffle.block_rows, shuffle.window_blocks] if shuffle else None,
+            "shuffle": None if seed is None else [seed, None, 16],  # the last two as in existing cursors
         }
-
-    def batch(self, step: int, rank: int, world: int) -> Batch:
-        """The rows of one rank at one step; a pure function of its arguments."""
-        if self._global_rows is None:
-            raise ConfigError("batch(step, rank, world) needs global_rows, the global batch size in rows. Set it.")
-        share = rows_of_rank(self._global_rows, rank, world)
-        first = step * self._global_rows
-        self.check_rows(first, first + self._global_rows)
-        return self.rows(np.arange(first + share.start, first + share.stop, dtype=np.int64))
 
     def check_rows(self, first: int, stop: int) -> None:
         """Raise for rows beyond the last epoch; for the whole global batch, so that all ranks stop at the same step."""
@@ -136,7 +114,7 @@ class PreparedRows:
     def stored_rows(self, row_ids: np.ndarray) -> np.ndarray:
         """Row of the set at each position of the endless sequence of epochs."""
         epochs, places = np.divmod(row_ids, self.rows_per_epoch)
-        if self._shuffle is None:
+        if self._shuffle_seed is None:
             return places
         chunks = epochs * self._chunks_per_epoch + places // _CHUNK_ROWS
         within = places % _CHUNK_ROWS
@@ -149,23 +127,13 @@ class PreparedRows:
     def _compute_chunk(self, number: int) -> np.ndarray:
         epoch, part = divmod(number, self._chunks_per_epoch)
         first = part * _CHUNK_ROWS
-        return self._order(epoch)(np.arange(first, min(first + _CHUNK_ROWS, self.rows_per_epoch), dtype=np.int64))
+        assert self._shuffle_seed is not None
+        positions = np.arange(first, min(first + _CHUNK_ROWS, self.rows_per_epoch), dtype=np.int64)
+        return feistel_permutation(self.rows_per_epoch, derive_key(self._shuffle_seed, epoch), positions)
 
     def _provenance(self, stored: Sequence[int]) -> tuple[tuple[Segment, ...], ...]:
         total = self.reader.total_tokens
         return tuple(self.reader.segments(r * self.seq_len, min((r + 1) * self.seq_len, total)) for r in stored)
-
-    def _build_order(self, epoch: int) -> FeistelPermutation | WindowedPermutation:
-        assert self._shuffle is not None
-        key = derive_key(self._shuffle.seed, epoch)
-        if self._shuffle.block_rows is None:
-            return FeistelPermutation(self.rows_per_epoch, key)
-        return WindowedPermutation(
-            self.rows_per_epoch,
-            key,
-            block_rows=self._shuffle.block_rows,
-            window_blocks=self._shuffle.window_blocks,
-        )
 
 
 def _boundaries(ends: np.ndarray, start: int, seq_len: int) -> np.ndarray:

@@ -9,19 +9,15 @@ from pathlib import Path
 
 from nsa.errors import ConfigError
 from nsa.options import SyntheticTask
-from nsa_train.data.document import DocumentColumns
 from nsa_train.data.document_stream import AtEnd, DocumentStream, Split
 from nsa_train.data.rows.batch import rows_of_rank
-from nsa_train.data.rows.packing import Packing, make_packer
-from nsa_train.data.rows.prepared import PreparedRows, ShuffleSettings
-from nsa_train.data.rows.row_stream import DirectRowStream, IndexedRowStream, RowStream
+from nsa_train.data.rows.prepared import PreparedRows
+from nsa_train.data.rows.row_stream import DirectRowStream, IndexedRowStream, Packing, RowStream, make_packer
 from nsa_train.data.rows.synthetic import SyntheticRows
-from nsa_train.data.shards.cache import ShardCache
 from nsa_train.data.shards.manifest import TRAIN
-from nsa_train.data.shards.reader import ShardReader
-from nsa_train.data.source.checksums import ChecksummedSource
+from nsa_train.data.shards.reader import ShardCache, ShardReader
+from nsa_train.data.source.http import RetryPolicy
 from nsa_train.data.source.resolve import open_source
-from nsa_train.data.source.retry_policy import RetryPolicy
 from nsa_train.data.tokenizer import check_same, load_tokenizer, token_dtype
 from nsa_train.data.unit_exchange import ExchangeSettings
 from nsa_train.storage import StorageFolder
@@ -38,8 +34,6 @@ class PreparedData:
     split: str = TRAIN
     seed: int = 0
     shuffle: bool = True
-    shuffle_block_rows: int | None = None
-    shuffle_window_blocks: int = 16
     max_epochs: int | None = None
     tokenizer: str | None = None
     cache_path: str | None = None
@@ -54,13 +48,10 @@ class PreparedData:
         if self.tokenizer is not None:
             manifest = reader.manifest
             check_same(manifest.vocab_size, manifest.tokenizer_fingerprint, load_tokenizer(self.tokenizer))
-        order = (
-            ShuffleSettings(self.seed, self.shuffle_block_rows, self.shuffle_window_blocks) if self.shuffle else None
-        )
         rows = PreparedRows(
             reader,
             self.seq_len,
-            shuffle=order,
+            shuffle_seed=self.seed if self.shuffle else None,
             max_epochs=self.max_epochs,
             with_provenance=self.with_provenance,
             mask_document_ends=self.mask_document_ends,
@@ -87,8 +78,6 @@ class DirectData:
     packing: Packing = "concat"
     buffer_rows: int = 64
     max_bad_units: int = 8
-    text_column: str = "text"
-    id_column: str | None = "id"
     loader_timeout_s: float = 120.0
     cache_path: str | None = None
     checksum_path: str | None = None
@@ -107,11 +96,9 @@ class DirectData:
         source = open_source(
             self.source,
             retry_policy=RetryPolicy.below(self.loader_timeout_s),
-            columns=DocumentColumns(self.text_column, self.id_column),
             cache_dir=Path(self.cache_path) if self.cache_path else None,
+            checksum_dir=Path(self.checksum_path) if self.checksum_path else None,
         )
-        if self.checksum_path is not None:
-            source = ChecksummedSource(source, Path(self.checksum_path))
         documents = DocumentStream(
             source,
             tokenizer,
@@ -137,12 +124,9 @@ class SyntheticData:
     vocab_size: int
     seq_len: int
     seed: int = 0
-    value_len: int = 4
 
     def make_rows(self) -> SyntheticRows:
-        return SyntheticRows(
-            self.task, vocab_size=self.vocab_size, seq_len=self.seq_len, seed=self.seed, value_len=self.value_len
-        )
+        return SyntheticRows(self.task, vocab_size=self.vocab_size, seq_len=self.seq_len, seed=self.seed)
 
     def open(self) -> RowStream:
         return IndexedRowStream(self.make_rows())

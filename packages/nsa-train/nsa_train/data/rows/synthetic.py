@@ -27,15 +27,13 @@ from nsa_train.data.rows.batch import Batch
 from nsa_train.data.tokenizer import token_dtype
 
 _SMALLEST_VOCAB = 8
-_KEY_LEN = 2
+_KEY_LEN, _VALUE_LEN = 2, 4
 _FACTS = 16
 _HOPS = 4  # facts of a chain of `tracking`
 _NO_FACTS = 8  # the share of a row, one in so many, between the last fact and the first question
 # Ids: facts of one token, then keys (or variables), then values; the rest is filler.
 _VALUES = 4  # few, because a model learns every pair of key and value as a token of its own
 _FUSED, _KEYS = _FACTS * _VALUES, _FACTS
-
-
 _FAR = ("recall", "recall_pairs", "tracking")
 
 
@@ -53,7 +51,7 @@ class AnswerPlace(NamedTuple):
 class SyntheticRows:
     kind = "synthetic"
 
-    def __init__(self, task: SyntheticTask, *, vocab_size: int, seq_len: int, seed: int, value_len: int = 4) -> None:
+    def __init__(self, task: SyntheticTask, *, vocab_size: int, seq_len: int, seed: int) -> None:
         if task not in SYNTHETIC_TASKS:
             raise ConfigError(f"synthetic task {task!r} is unknown. Choose one of {list(SYNTHETIC_TASKS)}.")
         if vocab_size < _SMALLEST_VOCAB:
@@ -64,14 +62,13 @@ class SyntheticRows:
                 f"vocab_size is {vocab_size}: the {task} task needs more than {_FUSED + _KEYS + _VALUES} ids. Set e.g. "
                 f"model.vocab_size=272."
             )
-        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + value_len)}.get(task, 8 * _FACTS)
+        shortest = {"uniform": 1, "copy": 3, "needle": 2 * (1 + _KEY_LEN + _VALUE_LEN)}.get(task, 8 * _FACTS)
         if seq_len < shortest:
             raise ConfigError(f"seq_len is {seq_len}: the {task} task needs at least {shortest}.")
         self.task = task
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self._seed = seed
-        self._value_len = value_len
         self._dtype = token_dtype(vocab_size)
 
     @property
@@ -82,7 +79,7 @@ class SyntheticRows:
             "vocab_size": self.vocab_size,
             "seq_len": self.seq_len,
             "seed": self._seed,
-            "value_len": self._value_len,
+            "value_len": _VALUE_LEN,
         }
 
     def check_rows(self, first: int, stop: int) -> None:
@@ -197,7 +194,7 @@ class SyntheticRows:
     def _fill_needle(self, rng: np.random.Generator, tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
         marker, query = self.vocab_size - 1, self.vocab_size - 2
         tokens[:] = rng.integers(0, query, self.seq_len)
-        needle = 1 + _KEY_LEN + self._value_len
+        needle = 1 + _KEY_LEN + _VALUE_LEN
         question = self.seq_len - needle
         place = int(rng.integers(0, question - needle + 1))
         tokens[place] = marker

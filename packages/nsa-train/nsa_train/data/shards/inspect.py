@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from nsa.errors import ConfigError, DataError
-from nsa_train.data.saved_tokenizer import read_from_set
-from nsa_train.data.shards.manifest import ShardManifest
+from nsa_train.data.shards.manifest import ShardManifest, read_from_set
 from nsa_train.data.shards.writer import (
     BLOCK_BYTES,
     ShardIndex,
@@ -26,14 +25,14 @@ _CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedFile:
+class _DamagedFile:
     name: str
     problem: str
 
 
 def verify_set(
     folder: StorageFolder, manifest: ShardManifest, on_bytes: Callable[[int], None] = lambda count: None
-) -> Iterator[DamagedFile]:
+) -> Iterator[_DamagedFile]:
     """Compare size and SHA-256 of every shard, and the fingerprint of the tokenizer; yields the files that differ."""
     for shards in manifest.splits.values():
         for shard in shards:
@@ -41,16 +40,16 @@ def verify_set(
                 try:
                     read, digest = _hash_file(folder, name, on_bytes)
                 except (DataError, OSError) as error:
-                    yield DamagedFile(name, str(error))
+                    yield _DamagedFile(name, str(error))
                     continue
                 if read != size:
-                    yield DamagedFile(name, f"{read} bytes instead of {size}")
+                    yield _DamagedFile(name, f"{read} bytes instead of {size}")
                 elif digest != sha256:
-                    yield DamagedFile(name, f"SHA-256 {digest[:16]}… instead of {sha256[:16]}…")
+                    yield _DamagedFile(name, f"SHA-256 {digest[:16]}… instead of {sha256[:16]}…")
     try:
         read_from_set(folder, manifest)
     except (DataError, ConfigError, OSError) as error:
-        yield DamagedFile(TOKENIZER, str(error))
+        yield _DamagedFile(TOKENIZER, str(error))
 
 
 def _hash_file(folder: StorageFolder, name: str, on_bytes: Callable[[int], None]) -> tuple[int, str]:
@@ -61,6 +60,14 @@ def _hash_file(folder: StorageFolder, name: str, on_bytes: Callable[[int], None]
             read += len(chunk)
             on_bytes(len(chunk))
     return read, digest.hexdigest()
+
+
+def _read_index(folder: StorageFolder, shard: ShardInfo) -> ShardIndex:
+    return read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+
+
+def _read_ids(folder: StorageFolder, shard: ShardInfo) -> list[str]:
+    return decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
 
 
 def _read_verified(folder: StorageFolder, name: str, sha256: str) -> bytes:
@@ -84,8 +91,7 @@ def length_stats(folder: StorageFolder, manifest: ShardManifest, split: str) -> 
     """Reads the indexes only; memory is limited to a histogram of lengths, for any number of documents."""
     counts: dict[int, int] = {}
     for shard in manifest.shards(split):
-        index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
-        lengths = np.diff(index.ends.astype(np.int64), prepend=0)
+        lengths = np.diff(_read_index(folder, shard).ends, prepend=0)
         for length, count in zip(*(part.tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
             counts[length] = counts.get(length, 0) + count
     if not counts:
@@ -98,30 +104,28 @@ def length_stats(folder: StorageFolder, manifest: ShardManifest, split: str) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class FoundDocument:
+class _FoundDocument:
     doc_id: str
     shard: str
     start: int  # position in the split's concatenated tokens
     tokens: int
 
 
-def find_document(folder: StorageFolder, manifest: ShardManifest, split: str, number: int) -> FoundDocument:
+def find_document(folder: StorageFolder, manifest: ShardManifest, split: str, number: int) -> _FoundDocument:
     """The document with this number in the stored order of the split."""
     left, start = number, 0
     for shard in manifest.shards(split) if number >= 0 else []:
         if left < shard.documents:
-            index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
-            ends = index.ends.astype(np.int64)
-            ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
-            first = int(ends[left - 1]) if left else 0
-            return FoundDocument(ids[left], shard.name, start + first, int(ends[left]) - first)
+            ends = _read_index(folder, shard).ends.tolist()
+            first = ends[left - 1] if left else 0
+            return _FoundDocument(_read_ids(folder, shard)[left], shard.name, start + first, ends[left] - first)
         left -= shard.documents
         start += shard.tokens
     raise DataError(f"split {split!r} has {manifest.totals(split)['documents']} documents; {number} is out of range.")
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStart:
+class _DocumentStart:
     """The first tokens of a document; `ids` ends with the end-of-document token if it is short enough."""
 
     doc_id: str
@@ -129,44 +133,33 @@ class DocumentStart:
     ids: list[int]
 
 
-class _VerifiedBlocks:
-    """Reads parts of an open token file; every block is compared with its hash in the index, the last one is kept."""
-
-    def __init__(self, file: Any, shard: ShardInfo, index: ShardIndex) -> None:
-        self._file, self._shard, self._index = file, shard, index
-        self._last: tuple[int, bytes] = (-1, b"")
-
-    def read(self, start: int, length: int) -> bytes:
-        first, last = start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES
-        content = b"".join(self._block(number) for number in range(first, last + 1))
-        return content[start - first * BLOCK_BYTES :][:length]
-
-    def _block(self, number: int) -> bytes:
-        if self._last[0] != number:
-            start = number * BLOCK_BYTES
-            content = self._file.read_at(min(BLOCK_BYTES, self._shard.tok_bytes - start), start)
-            check_block(content, self._index.block_sha256, number, self._shard.name)
-            self._last = (number, content)
-        return self._last[1]
+def _read_tokens(file: Any, shard: ShardInfo, index: ShardIndex, start: int, length: int) -> bytes:
+    """Read a part of an open token file; every block is compared with its hash in the index."""
+    first, last = start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES
+    content = b""
+    for number in range(first, last + 1):
+        at = number * BLOCK_BYTES
+        block = file.read_at(min(BLOCK_BYTES, shard.tok_bytes - at), at)
+        check_block(block, index.block_sha256, number, shard.name)
+        content += block
+    return content[start - first * BLOCK_BYTES :][:length]
 
 
 def first_documents(
     folder: StorageFolder, manifest: ShardManifest, split: str, *, documents: int, max_tokens: int
-) -> list[DocumentStart]:
+) -> list[_DocumentStart]:
     """The beginnings of the first documents of a split, for a preview."""
-    starts: list[DocumentStart] = []
+    starts: list[_DocumentStart] = []
     dtype = manifest.numpy_dtype
     for shard in manifest.shards(split):
         if len(starts) == documents:
             break
-        index = read_index(_read_verified(folder, f"{shard.name}.idx", shard.idx_sha256), shard)
+        index, ids = _read_index(folder, shard), _read_ids(folder, shard)
         ends = index.ends.tolist()
-        ids = decode_ids(_read_verified(folder, f"{shard.name}.ids", shard.ids_sha256), shard)
         with folder.open_random(f"{shard.name}.tok") as file:
-            blocks = _VerifiedBlocks(file, shard, index)
             for number in range(min(len(ends), documents - len(starts))):
                 first = ends[number - 1] if number else 0
                 length = min(ends[number] - first, max_tokens)
-                raw = blocks.read(first * dtype.itemsize, length * dtype.itemsize)
-                starts.append(DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
+                raw = _read_tokens(file, shard, index, first * dtype.itemsize, length * dtype.itemsize)
+                starts.append(_DocumentStart(ids[number], ends[number] - first, np.frombuffer(raw, dtype).tolist()))
     return starts

@@ -8,13 +8,15 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.shards.writer import BLOCK_BYTES, ShardInfo
-from nsa_train.data.tokenizer import token_dtype
+from nsa_train.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer, check_same, parse_saved, token_dtype
+from nsa_train.names import TOKENIZER
 from nsa_train.storage import StorageFolder
 
 MANIFEST_NAME = "manifest.json"
@@ -50,6 +52,11 @@ class ShardManifest:
         """
         return hashlib.sha256(_canonical(self._content())).hexdigest()
 
+    @property
+    def tokenizer_record(self) -> dict[str, Any]:
+        """The record of the tokenizer that the set was prepared with."""
+        return {"vocab_size": self.vocab_size, "fingerprint": self.tokenizer_fingerprint, "eos_id": self.eos_id}
+
     def shards(self, split: str) -> list[ShardInfo]:
         if split not in self.splits:
             raise ConfigError(f"the prepared set has no split {split!r}. Choose one of {sorted(self.splits)}.")
@@ -68,11 +75,7 @@ class ShardManifest:
         return {
             "format": _FORMAT,
             "version": _VERSION,
-            "tokenizer": {
-                "vocab_size": self.vocab_size,
-                "fingerprint": self.tokenizer_fingerprint,
-                "eos_id": self.eos_id,
-            },
+            "tokenizer": self.tokenizer_record,
             "dtype": self.dtype,
             "block_bytes": BLOCK_BYTES,
             "made_from": self.made_from,
@@ -166,3 +169,20 @@ def read_manifest(folder: StorageFolder) -> ShardManifest:
         )
     raw = folder.read_bytes(MANIFEST_NAME, limit=_LARGEST_MANIFEST_BYTES)
     return _parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")
+
+
+def save_with_set(out: StorageFolder, tokenizer: Tokenizer, vocab_size: int, fingerprint: str) -> None:
+    """Write tokenizer.json into a prepared set, unless it has one; raises if it is not the tokenizer of the set."""
+    if out.exists(TOKENIZER):
+        return
+    check_same(vocab_size, fingerprint, tokenizer)
+    out.write_bytes(TOKENIZER, tokenizer.to_json().encode())
+
+
+def read_from_set(folder: StorageFolder, manifest: ShardManifest) -> Tokenizer | None:
+    """The tokenizer of a prepared set; None for a set of an earlier version, which has none."""
+    if not folder.exists(TOKENIZER):
+        return None
+    where = Path(folder.url) / TOKENIZER
+    raw = folder.read_bytes(TOKENIZER, limit=LARGEST_TOKENIZER_BYTES)
+    return parse_saved(raw, where, manifest.tokenizer_record)

@@ -1,21 +1,22 @@
-"""Random access to the tokens of a prepared set, as one concatenated array of memory-mapped shards.
+"""Random access to the tokens of a prepared set, as one concatenated array of memory-mapped shards; their cache.
 
 Local shards are mapped in place, remote ones from the cache. Everything returned is verified: the index of a shard
 against the manifest when the shard is opened, each 64 KiB block of tokens against the index when it is first read.
 """
 
+import hashlib
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from nsa.errors import ConfigError, DataError
-from nsa.files import open_regular
+from nsa.files import file_lock, open_regular, replace_file, storage_errors, temporary_path
 from nsa_train.data.rows.batch import Segment
-from nsa_train.data.shards.cache import ShardCache
 from nsa_train.data.shards.manifest import TRAIN, ShardManifest, read_manifest
 from nsa_train.data.shards.writer import (
     BLOCK_BYTES,
@@ -31,6 +32,8 @@ from nsa_train.storage import StorageFolder
 # Each open shard holds one memory map; Linux allows 65,530 of them per process by default.
 _MAX_OPEN_SHARDS = 4096
 _OPEN_ATTEMPTS = 5
+_COPY_BYTES = 4 * 2**20
+_FETCH_ATTEMPTS = 3
 _T = TypeVar("_T")
 
 
@@ -41,7 +44,7 @@ class _OpenShard:
         self.info = info
         check_sha256(index_raw, info.idx_sha256, f"{info.name}.idx")
         index = read_index(index_raw, info)
-        self.ends = index.ends.astype(np.int64)
+        self.ends = index.ends
         self._block_sha256 = index.block_sha256
         actual = path.stat().st_size
         if actual != info.tok_bytes:
@@ -79,7 +82,7 @@ class ShardReader:
         folder: StorageFolder,
         split: str = TRAIN,
         *,
-        cache: ShardCache | None = None,
+        cache: "ShardCache | None" = None,
         manifest: ShardManifest | None = None,
         max_open_shards: int = _MAX_OPEN_SHARDS,
     ) -> None:
@@ -107,11 +110,6 @@ class ShardReader:
     def cache_limit_bytes(self) -> int | None:
         """Limit of the local cache in bytes; None if shards are read in place."""
         return None if self._cache is None or self.folder.is_local else self._cache.limit_bytes
-
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(shard number, offset inside it) of global token positions."""
-        shard = np.searchsorted(self.starts, positions, side="right") - 1
-        return shard, positions - self.starts[shard]
 
     def copy_window(self, start: int, stop: int, out: np.ndarray) -> np.ndarray:
         """Copy tokens [start, stop) into `out`; returns the document ends e with start < e <= stop."""
@@ -201,3 +199,95 @@ class ShardReader:
             return self.folder.local_path(name)
         assert self._cache is not None
         return self._cache.fetch(self.folder, name, size, sha256)
+
+
+class ShardCache:
+    """Local cache of remote shard files: limited size, shared by the ranks of a node, verified after download.
+
+    Evicts least recently used files first; a process that has an evicted file open can still read it.
+    """
+
+    def __init__(self, path: str | Path, limit_bytes: int) -> None:
+        if limit_bytes < 1:
+            raise ConfigError(
+                f"the shard cache limit is {limit_bytes} bytes: it must hold at least one shard. Raise data.cache_gib."
+            )
+        self.path = Path(path)
+        self.limit_bytes = limit_bytes
+        fix = "Set data.cache_dir to a writable folder."
+        with storage_errors(f"shard cache {self.path} cannot be written", fix=fix):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def fetch(self, folder: StorageFolder, name: str, size: int, sha256: str) -> Path:
+        """The local copy of `name`; if missing, it is downloaded, verified by its hash and renamed into place."""
+        # The hash is part of the name: two sets, or two versions of one, never share a cache entry.
+        target = self.path / f"{sha256[:32]}-{Path(name).name}"
+        if self._touch(target, size):
+            return target
+        if size > self.limit_bytes:
+            raise ConfigError(
+                f"{name} has {size} bytes but the shard cache is limited to {self.limit_bytes}. Raise data.cache_gib."
+            )
+        with self._lock(target.name):
+            if not self._touch(target, size):  # another rank may have fetched it while we waited
+                self._make_room(size)
+                self._download(folder, name, size, sha256, target)
+        return target
+
+    @staticmethod
+    def _touch(target: Path, size: int) -> bool:
+        try:
+            if target.stat().st_size != size:
+                return False
+            os.utime(target)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _download(self, folder: StorageFolder, name: str, size: int, sha256: str, target: Path) -> None:
+        unfinished = temporary_path(target)
+        problem = ""
+        for _ in range(_FETCH_ATTEMPTS):
+            digest = hashlib.sha256()
+            try:
+                with folder.open_input(name) as source, unfinished.open("wb") as copy:
+                    while chunk := source.read(_COPY_BYTES):
+                        digest.update(chunk)
+                        copy.write(chunk)
+                if digest.hexdigest() == sha256:
+                    replace_file(unfinished, target, durable=True)
+                    return
+                problem = (
+                    f"SHA-256 {digest.hexdigest()} of {unfinished.stat().st_size} bytes instead of {sha256} of {size}"
+                )
+            except OSError as error:
+                problem = str(error)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        raise DataError(
+            f"{name} from {folder.url} could not be fetched in {_FETCH_ATTEMPTS} attempts ({problem}). Check the "
+            "store; if the stored file is damaged, prepare this set again."
+        )
+
+    def _make_room(self, size: int) -> None:
+        entries = []
+        for path in self.path.iterdir():
+            if path.suffix in (".tok", ".idx", ".ids"):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # another rank removed it just now
+                    continue
+                entries.append((status.st_mtime_ns, status.st_size, path))
+        used = sum(entry[1] for entry in entries)
+        for _, entry_size, path in sorted(entries):
+            if used + size <= self.limit_bytes:
+                return
+            path.unlink(missing_ok=True)
+            used -= entry_size
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        # One lock for the whole cache would serialise downloads; 64 keep the number of lock files bounded.
+        slot = int(hashlib.sha256(name.encode()).hexdigest(), 16) % 64
+        with file_lock(self.path / f".lock-{slot:02d}"):
+            yield

@@ -58,8 +58,7 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    tokens: int
-    ends: np.ndarray  # uint64, end of each document in tokens
+    ends: np.ndarray  # int64, end of each document in tokens
     block_sha256: bytes  # HASH_BYTES per block of the token file
 
 
@@ -163,8 +162,9 @@ def _encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
     return _INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256
 
 
-def _decode_index(content: bytes, name: str) -> ShardIndex:
-    start = len(_INDEX_MAGIC) + 8 * _HEADER_WORDS
+def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
+    """Decode the index of a shard and check it against the manifest."""
+    name, start = f"{info.name}.idx", len(_INDEX_MAGIC) + 8 * _HEADER_WORDS
     if content[: len(_INDEX_MAGIC)] != _INDEX_MAGIC or len(content) < start:
         raise DataError(
             f"{name} does not begin with {_INDEX_MAGIC!r}: it is not a shard index. Prepare the data again."
@@ -175,24 +175,17 @@ def _decode_index(content: bytes, name: str) -> ShardIndex:
         raise DataError(
             f"{name} has {len(content)} bytes but its header describes {expected}: it was truncated. Prepare it again."
         )
-    return ShardIndex(tokens, np.frombuffer(content, "<u8", documents, start), content[start + 8 * documents :])
-
-
-def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
-    """Decode the index of a shard and check it against the manifest."""
-    index = _decode_index(content, f"{info.name}.idx")
-    blocks = -(-info.tok_bytes // BLOCK_BYTES)
-    ends = index.ends
+    ends = np.frombuffer(content, "<u8", documents, start)
     if (
-        (index.tokens, len(ends), len(index.block_sha256)) != (info.tokens, info.documents, HASH_BYTES * blocks)
-        or int(ends[-1] if len(ends) else 0) != info.tokens
+        (documents, tokens, blocks) != (info.documents, info.tokens, -(-info.tok_bytes // BLOCK_BYTES))
+        or int(ends[-1] if documents else 0) != info.tokens
         or bool((ends[1:] <= ends[:-1]).any())
     ):
         raise DataError(
-            f"{info.name}.idx describes {len(ends)} documents in {index.tokens} tokens, the manifest {info.documents} "
+            f"{name} describes {documents} documents in {tokens} tokens, the manifest {info.documents} "
             f"in {info.tokens}: they belong to different sets. Restore the folder or prepare the data again."
         )
-    return index
+    return ShardIndex(ends.astype(np.int64), content[start + 8 * documents :])
 
 
 def _encode_ids(ids: list[bytes]) -> bytes:

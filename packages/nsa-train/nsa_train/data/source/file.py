@@ -1,26 +1,39 @@
-"""Files of a source (local, HTTP, object store), read by byte ranges."""
+"""Files of a source (local, HTTP, object store), read by byte ranges; their kinds, by the ending of the name."""
 
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from nsa.errors import DataError
 from nsa_train.data.document import CorruptUnit
-from nsa_train.data.source.http import HttpClient
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa_train.data.source.http import HttpClient, ReadDeadline, RetryPolicy
 from nsa_train.storage import StorageFolder
 
 _SAMPLE_BYTES = 64 * 1024
+FileKind = Literal["parquet", "jsonl", "text", "markdown", "html"]
+
+FILE_KINDS: tuple[FileKind, ...] = get_args(FileKind)
+PARQUET_SUFFIX = ".parquet"
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+WHOLE_FILE_KINDS: tuple[FileKind, ...] = ("text", "markdown", "html")
+"""Kinds of which one file is one document."""
+
+_SUFFIXES: dict[FileKind, tuple[str, ...]] = {
+    "parquet": (PARQUET_SUFFIX,),
+    "jsonl": JSONL_SUFFIXES,
+    "text": (".txt", ".text"),
+    "markdown": (".md", ".markdown"),
+    "html": (".html", ".htm", ".xhtml"),
+}
+SUFFIXES = tuple(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
 
 
-@dataclass(frozen=True, slots=True)
-class _FileTail:
-    """The last bytes of a file, and the size of the file."""
-
-    data: bytes
-    size: int
+def file_kind(name: str) -> FileKind | None:
+    """The kind of a file by its name, in upper or lower case; None for an ending that is not read."""
+    lowered = name.lower()
+    return next((kind for kind, suffixes in _SUFFIXES.items() if lowered.endswith(suffixes)), None)
 
 
 class SourceFile(Protocol):
@@ -34,7 +47,9 @@ class SourceFile(Protocol):
         """Path or URL, for messages."""
         ...
 
-    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail: ...
+    def tail(self, length: int, deadline: ReadDeadline) -> tuple[bytes, int]:
+        """The last bytes of the file, and its size."""
+        ...
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes: ...
 
@@ -56,17 +71,19 @@ class LocalFile:
                 f"{self.path} cannot be read ({error.strerror}). Check the path and its permissions."
             ) from error
 
-    def sample_hash(self) -> str:
-        """SHA-256 of the beginning and the end, for a fingerprint of the source."""
-        deadline = ReadDeadline(RetryPolicy())
-        tail = self.tail(_SAMPLE_BYTES, deadline)
-        head = self.range(0, min(tail.size, _SAMPLE_BYTES), deadline)
-        return hashlib.sha256(head + tail.data).hexdigest()
+    def signature(self) -> bytes:
+        """Name, size and a hash of the beginning and the end, for a fingerprint of the source."""
+        return f"\n{self.name}\t{self.size()}\t{self._sample_hash()}".encode("utf-8", "surrogateescape")
 
-    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
+    def _sample_hash(self) -> str:
+        deadline = ReadDeadline(RetryPolicy())
+        tail, size = self.tail(_SAMPLE_BYTES, deadline)
+        return hashlib.sha256(self.range(0, min(size, _SAMPLE_BYTES), deadline) + tail).hexdigest()
+
+    def tail(self, length: int, deadline: ReadDeadline) -> tuple[bytes, int]:
         size = self.size()
         start = max(0, size - length)
-        return _FileTail(self.range(start, size - start, deadline), size)
+        return self.range(start, size - start, deadline), size
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         try:
@@ -89,16 +106,16 @@ class HttpFile:
     def __init__(self, name: str, url: str, client: HttpClient, *, immutable: bool = False) -> None:
         self.name = name
         self.where = url
-        self.immutable = immutable
+        self._immutable = immutable
         self._client = client
         self._etag = ""
 
-    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
-        body = self._client.tail(self.where, length, deadline)
+    def tail(self, length: int, deadline: ReadDeadline) -> tuple[bytes, int]:
+        data, size, etag = self._client.tail(self.where, length, deadline)
         # A weak ETag, or one from the storage behind a hub, may differ between two servers of the same file.
-        if not (self.immutable or body.etag.startswith("W/")):
-            self._etag = body.etag
-        return _FileTail(body.data, body.file_size)
+        if not (self._immutable or etag.startswith("W/")):
+            self._etag = etag
+        return data, size
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         return self._client.range(self.where, start, length, deadline, etag=self._etag)
@@ -112,10 +129,10 @@ class StoredFile:
         self.name = name
         self.where = f"{folder.url}/{name}"
 
-    def tail(self, length: int, deadline: ReadDeadline) -> _FileTail:
+    def tail(self, length: int, deadline: ReadDeadline) -> tuple[bytes, int]:
         with self._folder.open_random(self.name) as file:
             size = file.size()
-            return _FileTail(file.read_at(min(length, size), max(0, size - length)), size)
+            return file.read_at(min(length, size), max(0, size - length)), size
 
     def range(self, start: int, length: int, deadline: ReadDeadline) -> bytes:
         with self._folder.open_random(self.name) as file:

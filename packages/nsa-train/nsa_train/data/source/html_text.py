@@ -2,11 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection
 from html import unescape
 
 _NOT_TEXT = frozenset({"script", "style", "template", "noscript", "svg", "nav", "select", "button", "head"})
-"""Elements without text to read; of the head, the title is kept on request."""
+"""Elements without text to read; of the head, the title is kept."""
 _BLOCK_NAMES = "p div br li ul ol dl dt dd h1 h2 h3 h4 h5 h6 pre table tr section article blockquote body title hr"
 _BLOCKS = frozenset(_BLOCK_NAMES.split())
 _VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
@@ -15,7 +14,6 @@ _VOID = frozenset(_VOID_NAMES.split())
 _IN_HEAD = frozenset(["title", "meta", "link", "style", "script", "base", "noscript", "template"])
 _CHARSET = re.compile(rb"<meta[^>]{0,256}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
 _CHARSET_BYTES = 4096
-
 
 # Each search below stops at the first end of its construct, or fails once for the whole page.
 _NAME = re.compile(r"[a-zA-Z][^\s/>]*")
@@ -33,10 +31,9 @@ class _ParagraphParser:
     never closed is text; an attribute whose quote is never closed ends at the next `>`.
     """
 
-    def __init__(self, dropped: Collection[str], dropped_classes: Collection[str]) -> None:
+    def __init__(self) -> None:
         self.parts: list[str] = []
         self.title: list[str] = []
-        self._dropped, self._dropped_classes = dropped, frozenset(dropped_classes)
         self._open: list[str] = []
         self._open_count: Counter[str] = Counter()  # a page may leave thousands of elements open
         self._dropped_at: int | None = None
@@ -79,7 +76,7 @@ class _ParagraphParser:
 
     def _start_tag(self, html: str, name: re.Match[str]) -> int:
         """Open an element, and skip what is not parsed in it; returns where the page continues."""
-        tag, classes, at = name[0].lower(), None, name.end()
+        tag, at = name[0].lower(), name.end()
         while True:
             between = _BETWEEN_ATTRIBUTES.match(html, at)
             assert between is not None
@@ -88,10 +85,8 @@ class _ParagraphParser:
                 break
             attribute = _ATTRIBUTE.match(html, at)
             assert attribute is not None
-            if classes is None and attribute[1].lower() == "class":
-                classes = set(_unescape(attribute[2] or attribute[3] or attribute[4] or "").split())
             at = attribute.end()
-        self._open_element(tag, classes or set())
+        self._open_element(tag)
         at += 1
         if between[0].endswith("/"):
             self._close(tag)
@@ -102,7 +97,7 @@ class _ParagraphParser:
             at = end.end() if end else len(html)
         return at
 
-    def _open_element(self, tag: str, classes: set[str]) -> None:
+    def _open_element(self, tag: str) -> None:
         if self._open_count["head"] and tag not in _IN_HEAD and self._dropped_at == self._head_at:
             self._close("head")
         if tag in _BLOCKS:
@@ -114,7 +109,7 @@ class _ParagraphParser:
         self._pre += tag == "pre"
         if tag == "head" and self._open_count[tag] == 1:
             self._head_at = len(self._open)
-        if self._dropped_at is None and (tag in self._dropped or classes & self._dropped_classes):
+        if self._dropped_at is None and tag in _NOT_TEXT:
             self._dropped_at = len(self._open)
 
     def _close(self, tag: str) -> None:
@@ -149,19 +144,12 @@ def _unescape(text: str) -> str:
     return unescape(_LONG_NUMBER.sub("\ufffd", text)) if "&" in text else text
 
 
-def html_text(
-    html: str,
-    *,
-    dropped: Collection[str] = _NOT_TEXT,
-    dropped_classes: Collection[str] = (),
-    dropped_characters: str = "",
-    keep_title: bool = False,
-) -> str:
-    """The text of a page, paragraphs separated by an empty line; with `keep_title` it begins with the title."""
-    parser = _ParagraphParser(dropped, dropped_classes)
+def html_text(html: str) -> str:
+    """The text of a page, paragraphs separated by an empty line, after its title."""
+    parser = _ParagraphParser()
     parser.parse(html)
-    title = " ".join("".join(parser.title).split()) if keep_title else ""
-    body = tidy("".join(parser.parts).translate({ord(character): None for character in dropped_characters}))
+    title = " ".join("".join(parser.title).split())
+    body = _tidy("".join(parser.parts))
     return f"{title}\n\n{body}".strip() if title and not body.startswith(title) else body
 
 
@@ -171,7 +159,7 @@ def declared_charset(raw: bytes) -> str | None:
     return match[1].decode("ascii", "replace") if match else None
 
 
-def tidy(text: str) -> str:
+def _tidy(text: str) -> str:
     """Unix lines, no trailing blanks, one empty line between paragraphs."""
     text = text.replace("\r", "").replace("\u00a0", " ")
     text = re.sub(r"(?<![ \t])[ \t]+\n", "\n", text)  # each run of blanks is tried once

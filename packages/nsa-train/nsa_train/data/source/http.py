@@ -2,20 +2,20 @@
 
 Used instead of fsspec because its limits are strict: status 500 is retried and not reported as a missing file, a server
 that hangs costs one read timeout, an interrupted body continues where it stopped, and every response is checked against
-the request. The limits are in `retry_policy.py`.
+the request. The limits are those of `RetryPolicy`.
 """
 
-import os
+import random
 import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
-from nsa.errors import DataError, DataTimeout
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa.errors import ConfigError, DataError, DataTimeout
 
 MAX_PARALLEL = 8
 _CHUNK = 256 * 1024
@@ -23,7 +23,57 @@ _MAX_REDIRECTS = 5
 _RETRIED_STATUS = frozenset({408, 425, 429})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_T = TypeVar("_T")
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Limits of one read (a unit, or one entry of a listing)."""
+
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 10.0
+    attempts: int = 8
+    """Consecutive attempts without a new byte before giving up."""
+    backoff_s: float = 0.2
+    backoff_max_s: float = 5.0
+    deadline_s: float = 90.0
+    """Limit of the whole read, so that a server that sends one byte per second is given up too."""
+
+    def __post_init__(self) -> None:
+        if self.deadline_s <= 2 * self.read_timeout_s:
+            raise ConfigError(
+                f"deadline_s is {self.deadline_s:g} but read_timeout_s is {self.read_timeout_s:g}: the deadline must "
+                f"leave time for a second attempt. Set read_timeout_s below {self.deadline_s / 2:g}."
+            )
+        if self.attempts < 1:
+            raise ConfigError(f"attempts is {self.attempts}: at least one is needed. Set it to 1 or more.")
+
+    @classmethod
+    def below(cls, loader_timeout_s: float) -> "RetryPolicy":
+        """Limits below the loader's timeout, so that a failing read reports its reason before the loader times out."""
+        deadline_s = 0.75 * loader_timeout_s
+        return cls(
+            connect_timeout_s=min(5.0, deadline_s / 8), read_timeout_s=min(10.0, deadline_s / 4), deadline_s=deadline_s
+        )
+
+    def pause_s(self, attempt: int) -> float:
+        """Exponential back-off with jitter, so that thousands of ranks do not retry at the same instant."""
+        return min(self.backoff_max_s, self.backoff_s * 2**attempt) * (0.5 + 0.5 * random.random())
+
+
+class ReadDeadline:
+    """Total deadline of one read. No wait starts later than one read timeout before it, so none can exceed it."""
+
+    def __init__(self, retry_policy: RetryPolicy) -> None:
+        self._started = time.monotonic()
+        self._last_start = self._started + retry_policy.deadline_s - retry_policy.read_timeout_s
+
+    def left_s(self) -> float:
+        return self._last_start - time.monotonic()
+
+    def passed_s(self) -> float:
+        return time.monotonic() - self._started
 
 
 class ServerUnreachable(DataError):
@@ -42,29 +92,15 @@ class _RetryableError(Exception):
         self.after_s = after_s
 
 
-@dataclass(frozen=True, slots=True)
-class _ResponseBody:
-    """Bytes, their offset in the file, and the size and ETag of the file."""
-
-    data: bytes
-    start: int
-    file_size: int
-    etag: str
-
-
 class HttpClient:
-    def __init__(
-        self, retry_policy: RetryPolicy, *, headers: dict[str, str] | None = None, proxy_url: str | None = None
-    ) -> None:
+    def __init__(self, retry_policy: RetryPolicy) -> None:
         self._retry_policy = retry_policy
-        self._headers = {"Accept-Encoding": "identity", "User-Agent": "nsa-train", **(headers or {})}
-        self._proxy_url = proxy_url
-        self._pool: Any = None
-        self._pool_owner = -1
-        self.retries = 0
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_pool": None, "_pool_owner": -1}
+    @cached_property
+    def _connections(self) -> Any:
+        import urllib3
+
+        return urllib3.PoolManager(maxsize=MAX_PARALLEL)
 
     def range(self, url: str, start: int, length: int, deadline: ReadDeadline, *, etag: str = "") -> bytes:
         """`length` bytes from `start`, in as many requests as needed."""
@@ -83,10 +119,10 @@ class HttpClient:
             self._retry(attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received))
         return bytes(received)
 
-    def tail(self, url: str, length: int, deadline: ReadDeadline) -> _ResponseBody:
-        """The last `length` bytes (or the whole of a shorter file) and the file's size, in one request."""
+    def tail(self, url: str, length: int, deadline: ReadDeadline) -> tuple[bytes, int, str]:
+        """The last `length` bytes (or the whole of a shorter file), the file's size and its ETag, in one request."""
 
-        def attempt() -> _ResponseBody:
+        def attempt() -> tuple[bytes, int, str]:
             response = self._open(url, deadline, {"Range": f"bytes=-{length}"})
             received = bytearray()
             try:
@@ -96,10 +132,9 @@ class HttpClient:
                 self._receive(response, received, last - first + 1, deadline)
             finally:
                 _release(response, complete=False)
-            return _ResponseBody(bytes(received), first, size, response.headers.get("ETag", ""))
+            return bytes(received), size, response.headers.get("ETag", "")
 
-        body: _ResponseBody = self._retry(attempt, f"{url} (last bytes)", deadline)
-        return body
+        return self._retry(attempt, f"{url} (last bytes)", deadline)
 
     def listing(self, url: str, deadline: ReadDeadline, max_bytes: int) -> tuple[bytes, str]:
         """A response of at most `max_bytes` and its `Link` header, which holds the next page of a listing."""
@@ -119,10 +154,11 @@ class HttpClient:
                 _release(response, complete=False)
             return bytes(received), response.headers.get("Link", "")
 
-        body: tuple[bytes, str] = self._retry(attempt, url, deadline)
-        return body
+        return self._retry(attempt, url, deadline)
 
-    def _retry(self, attempt: Any, what: str, deadline: ReadDeadline, progress: Any = lambda: 0) -> Any:
+    def _retry(
+        self, attempt: Callable[[], _T], what: str, deadline: ReadDeadline, progress: Callable[[], int] = lambda: 0
+    ) -> _T:
         from urllib3.exceptions import HTTPError
 
         failures, before = 0, progress()
@@ -143,7 +179,6 @@ class HttpClient:
                     f"progress, limits: {self._retry_policy.attempts} attempts, {self._retry_policy.deadline_s:g} s; "
                     f"last: {why})"
                 )
-            self.retries += 1
             time.sleep(pause_s)
 
     def _open(self, url: str, deadline: ReadDeadline, headers: dict[str, str]) -> Any:
@@ -162,10 +197,10 @@ class HttpClient:
         )
         response = _with_timeout(
             left_s + self._retry_policy.read_timeout_s,
-            lambda: self._connections().request(
+            lambda: self._connections.request(
                 "GET",
                 url,
-                headers={**self._headers, **headers},
+                headers={"Accept-Encoding": "identity", "User-Agent": "nsa-train", **headers},
                 timeout=timeout,
                 retries=redirects_only,
                 preload_content=False,
@@ -202,19 +237,6 @@ class HttpClient:
             into += chunk
             if total is None and max_bytes is not None and len(into) > max_bytes:
                 return
-
-    def _connections(self) -> Any:
-        # A forked worker must not use its parent's sockets.
-        if self._pool_owner != os.getpid():
-            import urllib3
-
-            self._pool = (
-                urllib3.ProxyManager(self._proxy_url, maxsize=MAX_PARALLEL)
-                if self._proxy_url
-                else urllib3.PoolManager(maxsize=MAX_PARALLEL)
-            )
-            self._pool_owner = os.getpid()
-        return self._pool
 
 
 def _with_timeout(seconds: float, request: Callable[[], Any]) -> Any:

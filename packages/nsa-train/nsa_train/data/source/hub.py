@@ -17,8 +17,7 @@ import yaml
 
 from nsa.errors import DataError
 from nsa_train.data.source.file import HttpFile
-from nsa_train.data.source.http import HttpClient
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa_train.data.source.http import HttpClient, ReadDeadline, RetryPolicy
 
 # The smallest published sample of FineWeb-Edu: 14 files to list instead of thousands.
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu:sample-10BT"

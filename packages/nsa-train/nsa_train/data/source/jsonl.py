@@ -2,8 +2,8 @@
 
 A plain file is divided into blocks of bytes, one unit each; a line belongs to the block in which it starts. A
 compressed file can only be read from its beginning, so the whole file is one unit, whose size in memory is limited by
-`max_unit_bytes` and in proportion to the file (`require_plausible_ratio`). Plain JSONL and zstd without frame
-checksums cannot detect damage that leaves valid JSON (gzip can); `checksums.py` detects it from the second read on.
+`DEFAULT_MAX_UNIT_BYTES` and in proportion to the file (`require_plausible_ratio`). Plain JSONL and zstd without frame
+checksums cannot detect damage that leaves valid JSON (gzip can); `ChecksummedSource` does from the second read on.
 """
 
 import gzip
@@ -13,8 +13,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-import numpy as np
-
 from nsa.errors import DataError
 from nsa_train.data.document import (
     DEFAULT_MAX_UNIT_BYTES,
@@ -23,6 +21,7 @@ from nsa_train.data.document import (
     Document,
     DocumentColumns,
     SourceUnit,
+    UnitOffsets,
     make_document,
     require_plausible_ratio,
 )
@@ -38,45 +37,37 @@ class JsonlSource:
     """A line that is not a JSON object with text makes its unit corrupt. With a `report` such lines are skipped and
     counted there, unless they are more than half of the unit's lines."""
 
-    retries = 0  # local files only
-
     def __init__(
         self,
         files: Sequence[LocalFile],
         *,
         columns: DocumentColumns | None = None,
         block_bytes: int = _BLOCK_BYTES,
-        max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
         report: ReadReport | None = None,
     ) -> None:
         self._files = list(files)
         self._report = report
         self._columns = columns or DocumentColumns()
         self._block_bytes = block_bytes
-        self._max_unit_bytes = max_unit_bytes
-        self.bytes_read = 0
         self._sizes = [file.size() for file in self._files]
-        blocks = [self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True)]
-        self._first_unit = np.concatenate([[0], np.cumsum(blocks)]).astype(int)
+        self._units = UnitOffsets(self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True))
         digest = hashlib.sha256(f"{self._columns.identity} {block_bytes}".encode())
-        for file, size in zip(self._files, self._sizes, strict=True):
-            digest.update(f"\n{file.name}\t{size}\t{file.sample_hash()}".encode("utf-8", "surrogateescape"))
+        for file in self._files:
+            digest.update(file.signature())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
-        return int(self._first_unit[-1])
+        return len(self._units)
 
     def unit(self, index: int) -> SourceUnit:
-        file, block = self._locate(index)
+        file, block = self._units.locate(index)
         return SourceUnit(index, self._files[file].where, self._part(file, block))
 
     def read(self, index: int) -> list[Document]:
-        file, block = self._locate(index)
+        file, block = self._units.locate(index)
         try:
             with open(self._files[file].path, "rb") as raw:
-                documents = self._documents(index, self._lines(raw, file, block))
-                self.bytes_read += raw.tell() - block * self._block_bytes
-                return documents
+                return self._documents(index, self._lines(raw, file, block))
         except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
             raise CorruptUnit(f"{self.unit(index)} is corrupt: {error}") from error
         except OSError as error:
@@ -96,7 +87,7 @@ class JsonlSource:
                 bad.append(error)
         if len(bad) > len(documents):
             raise CorruptUnit(f"{len(bad)} of {len(bad) + len(documents)} lines are bad; the first: {bad[0]}")
-        file, block = self._locate(index)
+        file, block = self._units.locate(index)
         for problem in bad:
             assert self._report is not None
             self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {problem}")
@@ -106,10 +97,6 @@ class JsonlSource:
         if size == 0:
             return 0
         return -(-size // self._block_bytes) if _is_plain(file) else 1
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
-        return file, index - int(self._first_unit[file])
 
     def _part(self, file: int, block: int) -> str:
         if not _is_plain(self._files[file]):
@@ -133,9 +120,9 @@ class JsonlSource:
             *lines, rest = piece.split(b"\n")
             unpacked += len(piece) + DOCUMENT_BYTES * len(lines)
             require_plausible_ratio(unpacked, self._sizes[file])
-            if unpacked > self._max_unit_bytes:
+            if unpacked > DEFAULT_MAX_UNIT_BYTES:
                 raise DataError(
-                    f"{self._files[file].where} unpacks to more than max_unit_bytes={self._max_unit_bytes}: a "
+                    f"{self._files[file].where} unpacks to more than {DEFAULT_MAX_UNIT_BYTES} bytes: a "
                     "compressed file is one unit and is held in memory. Split it, or run `nsa data prepare`."
                 )
             if lines:
@@ -146,9 +133,9 @@ class JsonlSource:
         yield b"".join(waiting)
 
     def _line(self, raw: BinaryIO) -> bytes:
-        line = raw.readline(self._max_unit_bytes + 1)
-        if len(line) > self._max_unit_bytes:
-            raise CorruptUnit(f"a line is longer than max_unit_bytes={self._max_unit_bytes}")
+        line = raw.readline(DEFAULT_MAX_UNIT_BYTES + 1)
+        if len(line) > DEFAULT_MAX_UNIT_BYTES:
+            raise CorruptUnit(f"a line is longer than {DEFAULT_MAX_UNIT_BYTES} bytes")
         return line
 
     def _parse(self, line: bytes) -> Document:

@@ -11,13 +11,12 @@ import io
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nsa.errors import DataError, DataTimeout
 from nsa.files import storage_errors, write_atomic
@@ -29,12 +28,12 @@ from nsa_train.data.document import (
     Document,
     DocumentColumns,
     SourceUnit,
+    UnitOffsets,
     make_document,
     require_plausible_ratio,
 )
 from nsa_train.data.source.file import SourceFile
-from nsa_train.data.source.http import MAX_PARALLEL, HttpClient, ServerUnreachable
-from nsa_train.data.source.retry_policy import ReadDeadline, RetryPolicy
+from nsa_train.data.source.http import MAX_PARALLEL, ReadDeadline, RetryPolicy, ServerUnreachable
 
 _FOOTER_TRAILER_BYTES = 8  # footer length, "PAR1"
 _TAIL_BYTES = 256 * 1024
@@ -53,38 +52,31 @@ class _ListedFile:
     row_groups: int
 
 
-class _ListingCache:
-    """Cache on disk of what the footers of a large dataset contain.
+def _listing_path(folder: Path, names: Sequence[str], columns: DocumentColumns) -> Path:
+    key = hashlib.sha256("\n".join([columns.identity, *names]).encode()).hexdigest()[:32]
+    return folder / f"listing-{key}.json"
 
-    All of FineWeb-Edu is about 2,400 files with footers of about a megabyte: read once, not at every restart. Used only
-    for files whose URL identifies their content (a commit on the hub); each footer is still verified by its hash when
-    it is used.
-    """
 
-    def __init__(self, folder: Path, names: Sequence[str], columns: DocumentColumns) -> None:
-        key = hashlib.sha256("\n".join([columns.identity, *names]).encode()).hexdigest()[:32]
-        self._path = folder / f"listing-{key}.json"
-        self._names = list(names)
+def _load_listing(path: Path, files: int) -> list[_ListedFile] | None:
+    """The stored listing, or None if there is no usable one; a damaged one only makes the start slower."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed = [_ListedFile(**entry) for entry in content["files"]]
+        sound = content["sha256"] == _digest(listed) and len(listed) == files
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        _log.warning("ignoring unreadable listing cache %s (%s: %s)", path, type(error).__name__, error)
+        return None
+    return listed if sound else None
 
-    def load(self) -> list[_ListedFile] | None:
-        """The stored listing, or None if there is no usable one; a damaged one only makes the start slower."""
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            files = [_ListedFile(**entry) for entry in content["files"]]
-            sound = content["sha256"] == _digest(files) and len(files) == len(self._names)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.warning("ignoring unreadable listing cache %s (%s: %s)", self._path, type(error).__name__, error)
-            return None
-        return files if sound else None
 
-    def save(self, files: Sequence[_ListedFile]) -> None:
-        fix = "Set data.cache_dir to a writable folder, or leave it out."
-        with storage_errors(f"listing cache {self._path} cannot be written", fix=fix):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            content = json.dumps({"sha256": _digest(files), "files": [asdict(file) for file in files]})
-            write_atomic(self._path, content, many_writers=True)
+def _save_listing(path: Path, listed: Sequence[_ListedFile]) -> None:
+    fix = "Set data.cache_dir to a writable folder, or leave it out."
+    with storage_errors(f"listing cache {path} cannot be written", fix=fix):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"sha256": _digest(listed), "files": [asdict(file) for file in listed]})
+        write_atomic(path, content, many_writers=True)
 
 
 def _digest(files: Sequence[_ListedFile]) -> str:
@@ -92,45 +84,45 @@ def _digest(files: Sequence[_ListedFile]) -> str:
 
 
 class ParquetSource:
-    """`files` in the order that defines the units; `open_source` resolves a path or dataset id to files."""
+    """`files` in the order that defines the units; `open_source` resolves a path or dataset id to files.
+
+    `cache_dir` keeps what the footers contain: all of FineWeb-Edu is about 2,400 files with footers of about a
+    megabyte. It is for files whose URL identifies their content (a commit on the hub); each footer is still verified by
+    its hash when it is used.
+    """
 
     def __init__(
         self,
         files: Sequence[SourceFile],
         retry_policy: RetryPolicy,
         *,
-        client: HttpClient | None = None,
         columns: DocumentColumns | None = None,
         max_unit_bytes: int = DEFAULT_MAX_UNIT_BYTES,
         cache_dir: Path | None = None,
     ) -> None:
         self._files = list(files)
         self._retry_policy = retry_policy
-        self._client = client
         self._columns = columns or DocumentColumns()
         self._max_unit_bytes = max_unit_bytes
         self._footers: OrderedDict[int, tuple[int, Any]] = OrderedDict()
         self._cached_bytes = 0
-        self.bytes_read = 0
-        cache = _ListingCache(cache_dir, [f.name for f in self._files], self._columns) if cache_dir else None
-        self._listed = (cache.load() if cache else None) or self._list_files()
-        if cache:
-            cache.save(self._listed)
-        self._first_unit = np.concatenate([[0], np.cumsum([listed.row_groups for listed in self._listed])]).astype(int)
+        if cache_dir is None:
+            self._listed = self._list_files()
+        else:
+            path = _listing_path(cache_dir, [file.name for file in self._files], self._columns)
+            self._listed = _load_listing(path, len(self._files)) or self._list_files()
+            _save_listing(path, self._listed)
+        self._units = UnitOffsets(listed.row_groups for listed in self._listed)
         digest = hashlib.sha256(self._columns.identity.encode())
         for file, listed in zip(self._files, self._listed, strict=True):
             digest.update(f"\n{file.name}\t{listed.size}\t{listed.row_groups}\t{listed.footer_sha256}".encode())
         self.fingerprint = digest.hexdigest()
 
-    @property
-    def retries(self) -> int:
-        return self._client.retries if self._client else 0
-
     def __len__(self) -> int:
-        return int(self._first_unit[-1])
+        return len(self._units)
 
     def unit(self, index: int) -> SourceUnit:
-        file, row_group = self._locate(index)
+        file, row_group = self._units.locate(index)
         return SourceUnit(index, self._files[file].where, f"row group {row_group}")
 
     def read(self, index: int) -> list[Document]:
@@ -141,7 +133,7 @@ class ParquetSource:
                 return self._read_once(index, deadline)
             except CorruptUnit:
                 # Retry once from the start: without TLS, bytes can be damaged in transit and not at rest.
-                self._drop_footer(self._locate(index)[0])
+                self._drop_footer(self._units.locate(index)[0])
                 return self._read_once(index, deadline)
         except CorruptUnit as error:
             raise CorruptUnit(f"{unit} is corrupt: {error}") from error
@@ -151,7 +143,7 @@ class ParquetSource:
             raise DataError(f"{unit} could not be read: {error}") from error
 
     def _read_once(self, index: int, deadline: ReadDeadline) -> list[Document]:
-        file, row_group = self._locate(index)
+        file, row_group = self._units.locate(index)
         metadata = self._metadata(file, deadline)
         group = metadata.row_group(row_group)
         if (size := group.total_byte_size + DOCUMENT_BYTES * group.num_rows) > self._max_unit_bytes:
@@ -161,16 +153,11 @@ class ParquetSource:
             )
 
         def fetch(start: int, length: int) -> bytes:
-            self.bytes_read += length
             chunk = self._files[file].range(start, length, deadline)
             require_plausible_ratio(_unpacked_bytes(chunk), len(chunk))
             return chunk
 
         return _parse_row_group(_RangeFile(fetch, self._listed[file].size), metadata, row_group, self._columns)
-
-    def _locate(self, index: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._first_unit, index, side="right")) - 1
-        return file, index - int(self._first_unit[file])
 
     def _list_files(self) -> list[_ListedFile]:
         all_listed: list[_ListedFile] = []
@@ -183,15 +170,13 @@ class ParquetSource:
     def _list_file(self, file: SourceFile) -> tuple[_ListedFile, Any]:
         deadline = ReadDeadline(self._retry_policy)
         try:
-            tail = file.tail(_TAIL_BYTES, deadline)
-            length = _footer_length(tail.data)
-            if length > tail.size:
-                raise CorruptUnit(f"its footer claims {length} bytes, the file has {tail.size}")
+            tail, size = file.tail(_TAIL_BYTES, deadline)
+            length = _footer_length(tail)
+            if length > size:
+                raise CorruptUnit(f"its footer claims {length} bytes, the file has {size}")
             if length > _FOOTER_MAX_BYTES:
                 raise CorruptUnit(f"its footer claims {length} bytes, more than {_FOOTER_MAX_BYTES}")
-            footer = tail.data[-length:]
-            if length > len(tail.data):
-                footer = file.range(tail.size - length, length, deadline)
+            footer = tail[-length:] if length <= len(tail) else file.range(size - length, length, deadline)
             metadata = _parse_footer(footer)
             _check_footer(metadata, self._columns)
         except ServerUnreachable as error:
@@ -202,7 +187,7 @@ class ParquetSource:
                 f"{file.where} is not a usable parquet file: {error}. Without its footer the number of units and so "
                 "the global order is unknown. Download the file again or remove it."
             ) from error
-        return _ListedFile(tail.size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
+        return _ListedFile(size, length, hashlib.sha256(footer).hexdigest(), metadata.num_row_groups), metadata
 
     def _metadata(self, file: int, deadline: ReadDeadline) -> Any:
         if file in self._footers:
@@ -372,19 +357,17 @@ def _signed(value: int) -> int:
     return value >> 1 ^ -(value & 1)
 
 
-class _corruption_as_error:
-    """Context manager that converts pyarrow's exceptions for damaged bytes to `CorruptUnit`."""
+@contextmanager
+def _corruption_as_error(what: str) -> Iterator[None]:
+    """Convert pyarrow's exceptions for damaged bytes to `CorruptUnit`. A failed fetch is a DataError, which is none.
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        # ArrowInvalid is a ValueError, a failed checksum an OSError, an absurd length a MemoryError, bad UTF-8 a
-        # UnicodeDecodeError. A failed fetch is a DataError and passes through.
-        if isinstance(error, (ValueError, OSError, ArithmeticError, LookupError, NotImplementedError, MemoryError)):
-            raise CorruptUnit(f"{self._what} ({type(error).__name__}: {error})") from error
+    ArrowInvalid is a ValueError, a failed checksum an OSError, an absurd length a MemoryError, bad UTF-8 a
+    UnicodeDecodeError.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ArithmeticError, LookupError, NotImplementedError, MemoryError) as error:
+        raise CorruptUnit(f"{what} ({type(error).__name__}: {error})") from error
 
 
 class _RangeFile(io.RawIOBase):

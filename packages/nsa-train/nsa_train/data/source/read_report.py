@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nsa_train.data.source.kinds import FILE_KINDS
+from nsa_train.data.source.file import FILE_KINDS
 
 _SHOWN_NAMES = 5
 
@@ -43,7 +43,7 @@ class NamedCount:
 
 
 @dataclass
-class KindCount:
+class _KindCount:
     """Counts of what was read from files of one kind."""
 
     files: int = 0
@@ -56,12 +56,12 @@ class KindCount:
 class ReadReport:
     """Counts of what was read, by kind; what was skipped, by reason; text files by encoding, if it is not UTF-8."""
 
-    kinds: dict[str, KindCount] = field(default_factory=dict)
+    kinds: dict[str, _KindCount] = field(default_factory=dict)
     skipped: dict[str, NamedCount] = field(default_factory=dict)
     encodings: dict[str, NamedCount] = field(default_factory=dict)
 
-    def kind(self, name: str) -> KindCount:
-        return self.kinds.setdefault(name, KindCount())
+    def kind(self, name: str) -> _KindCount:
+        return self.kinds.setdefault(name, _KindCount())
 
     def count(self, kind: str, characters: int, tokens: int) -> None:
         """Count a document that was written."""
@@ -88,7 +88,7 @@ class ReadReport:
             for key, entry in theirs.items():
                 mine.setdefault(key, NamedCount()).add(entry.first, entry.count)
 
-    def total(self) -> KindCount:
+    def total(self) -> _KindCount:
         """All kinds together."""
         whole = ReadReport()
         for counted in self.kinds.values():
@@ -106,7 +106,7 @@ class ReadReport:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "ReadReport":
         return cls(
-            {kind: KindCount(**counted) for kind, counted in content["kinds"].items()},
+            {kind: _KindCount(**counted) for kind, counted in content["kinds"].items()},
             {reason: NamedCount(**entry) for reason, entry in content["skipped"].items()},
             {name: NamedCount(**entry) for name, entry in content["encodings"].items()},
         )
