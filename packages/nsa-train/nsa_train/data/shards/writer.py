@@ -79,10 +79,6 @@ class ShardWriter:
         self._ids: list[bytes] = []
         self.tokens = 0
 
-    @property
-    def documents(self) -> int:
-        return len(self._ends)
-
     def add(self, doc_id: str, tokens: np.ndarray, eos_id: int) -> None:
         self._write(tokens.astype(self._dtype, copy=False).tobytes())
         self._write(np.asarray([eos_id], dtype=self._dtype).tobytes())
