@@ -110,6 +110,8 @@ def malicious_checkpoint(harness: DrillHarness, result: DrillResult) -> None:
     for step, name in zip(planted, (_RANK_STATE, index), strict=True):
         folder = artifacts.checkpoints(harness.run_folder).step_path(step)
         (folder / name).write_bytes(pickle.dumps(_Canary(canary)))
+        if name == index:  # as in checkpoints of earlier versions, which have no other
+            (folder / names.TENSORS / names.TENSOR_INDEX_JSON).unlink()
         (folder / names.COMMIT).unlink()
         (folder / names.COMMIT).write_bytes(encode(build_manifest(LocalFiles(folder), step, "now")))
     finish(harness, result, harness.train("--resume"), same_as_undisturbed=True, fault_at=at)
