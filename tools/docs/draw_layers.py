@@ -25,6 +25,7 @@ PURPOSE = {
     "storage": "folder or object store",
     "files": "atomic writes, locks",
     "gpus": "GPU table",
+    "child_process": "runs a child",
     "geometry": "block sizes",
     "option_fields": "options that describe themselves",
     "names": "file names of a run",
