@@ -1,14 +1,14 @@
 """`nsa launch`: train on several ranks, restarted from the last checkpoint after failures."""
 
-import multiprocessing
 import sys
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nsa import errors
 from nsa.errors import CheckpointError, NSAError
 from nsa_train.cli.config import resolve
 from nsa_train.cli.outputs import print_line
@@ -98,45 +98,38 @@ def launch_ranks(
         start=options.without_clear_halt(),
         grace_s=grace_s,
     )
-    _require_preflight(config, nproc, settings.nodes(), options)
+    _require_preflight(words, nproc, settings.nodes(), options)
     if options.clear_halt:
         _clear_halt(settings.run_folder)
     return run(settings, lambda text: print_line(f"launch: {text}"), _show)
 
 
-def _require_preflight(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
+def _require_preflight(words: list[str], nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
     """Raise with every preflight rule that this run breaks, before any rank starts.
 
     In a separate process: querying a GPU takes some of its memory, and the launcher lives as long as the run.
     """
-    context = multiprocessing.get_context("spawn")
-    refusal, sender = context.Pipe(duplex=False)  # a pool's semaphores would stay in /dev/shm after a kill
-    process = context.Process(target=_send_refusal, args=(sender, config, nproc, nodes, options), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        error: NSAError | None = refusal.recv()
-    except EOFError:
-        process.join()
-        raise NSAError(
-            f"the preflight process died (exit code {process.exitcode}) before any rank started. A negative code is a "
-            "signal, -9 often the out-of-memory killer. `nsa preflight` with the same config runs the same checks."
-        ) from None
-    process.join()
-    if error is not None:
-        raise error
+    from nsa.child_process import ChildFailed, ChildProcess
+
+    with ChildProcess("preflight", ("-m", "nsa_train.cli.launch")) as child:
+        start = dict(resume=options.resuming, clear_halt=options.clear_halt, allow=options.allow)
+        child.send(words=words, nproc=nproc, nodes=nodes, start=start)
+        try:
+            refusals = list(child.messages())
+        except ChildFailed as error:
+            raise NSAError(f"{error}. No rank was started. `nsa preflight` runs the same checks.") from error
+    for refusal in refusals:
+        raise getattr(errors, refusal["error"])(refusal["text"])
 
 
-def _send_refusal(
-    out: Connection, config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions
+def _answer(
+    send: Callable[..., None], words: list[str], nproc: int, nodes: tuple[int, int], start: dict[str, Any]
 ) -> None:
-    """Send the error of the preflight rules, or None."""
+    """In the child: send the error of the preflight rules, if any."""
     try:
-        _check(config, nproc, nodes, options)
+        _check(resolve(words), nproc, nodes, StartOptions(**start))
     except NSAError as error:
-        out.send(error)
-    else:
-        out.send(None)
+        send(error=type(error).__name__, text=str(error))
 
 
 def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: StartOptions) -> None:
@@ -163,3 +156,9 @@ def _clear_halt(folder: Path) -> None:
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    from nsa.child_process import answer_parent
+
+    answer_parent(_answer)
