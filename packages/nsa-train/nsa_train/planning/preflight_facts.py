@@ -3,18 +3,19 @@
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nsa.kernels.registry import BackendChoice
 from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder
+from nsa_train.checkpoint.lock import holder
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.config.setting_types import as_json
 from nsa_train.planning.estimate import RunEstimate
 from nsa_train.planning.hardware import HardwareTarget
-from nsa_train.record.run_folder import RunFolder
+from nsa_train.record.run_folder import RunFolder, why_not_writable
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,21 @@ class PreflightFacts:
     """Why a requested backend cannot run on this machine."""
 
 
-def read_folder_facts(config: RunConfig, checkpoints: Sequence[int], in_use_by: str | None = None) -> FolderFacts:
+def read_folder_facts(config: RunConfig) -> FolderFacts:
     """Read the run folder without changing it; a missing folder is empty, on the disk of its nearest parent."""
     folder = RunFolder(config.train.out_dir)
+    if problem := why_not_writable(folder.path):
+        return FolderFacts(str(folder.path), problem=problem)
+    held_by = holder(folder.path)
     other = _other_settings(config, folder.path / names.ENV)
     return FolderFacts(
         path=str(folder.path),
-        checkpoints=tuple(checkpoints),
+        checkpoints=tuple(CheckpointFolder(folder.checkpoints).steps()),
         last_step=folder.last_step() if other else 0,
         other_settings=other,
         halt=folder.halt_reason(),
         disk_free=_disk_free(folder.path),
-        in_use_by=in_use_by,
+        in_use_by=str(held_by) if held_by else None,
     )
 
 

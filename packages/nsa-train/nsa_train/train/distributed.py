@@ -1,4 +1,4 @@
-"""Rank and world size from torchrun's environment, small host-side collectives, and checks of the world size."""
+"""Rank and world size from torchrun's environment, and small host-side collectives."""
 
 import os
 from collections.abc import Sequence
@@ -8,9 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nsa.errors import require_rules
-from nsa_train.config.rules import broken_parallel_rules
-from nsa_train.config.schema import ParallelConfig, RunConfig
+from nsa_train.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -111,8 +109,3 @@ class HostCollectives:
         answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(answers, mine, group=self._group)
         return [answer.tolist() for answer in answers]
-
-
-def check_world_size(config: RunConfig, ranks: RankInfo) -> None:
-    """Raise for settings that this number of ranks cannot run. Needs no engine, so a launcher can check it first."""
-    require_rules(broken_parallel_rules(config, ranks.world, ranks.local_world))

@@ -13,9 +13,8 @@ from nsa.child_process import ChildFailed, ChildProcess
 from nsa.errors import CheckpointError, ConfigError, DataError, DataTimeout, KernelUnavailable, NSAError, StoreRefused
 from nsa.files import remove_scratch_of
 from nsa.kernels.registry import BackendChoice, backend_request, plan
-from nsa_train.checkpoint.folder import CheckpointFolder
-from nsa_train.checkpoint.lock import holder
 from nsa_train.checkpoint.transfer import S3Prefix
+from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
 from nsa_train.data.rows.specs import DirectData, PreparedData
@@ -24,11 +23,10 @@ from nsa_train.planning.estimate import RunEstimate, estimate
 from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here, host_memory, process_memory
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
 from nsa_train.planning.preflight_rules import HALT_FILE, HELD_OUT, failed, is_long, judge, require_passed, why_no_fp16
-from nsa_train.record.run_folder import RunFolder, why_not_writable
 from nsa_train.run_model import kernel_shape, wanted_kernels
 from nsa_train.storage import StorageFolder
 from nsa_train.train import datasets
-from nsa_train.train.distributed import RankInfo, check_world_size
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.start_options import StartOptions
 
 _DRY_RUN_S = 600.0
@@ -59,7 +57,7 @@ def gather(
     The dry run may use `memory_limit` bytes of this machine (default: nearly all that is available now) and
     `time_limit_s` in addition to the loader's own timeout. Parts that do not fit by the estimate are not started.
     """
-    problem, folder = _ranks_problem(config, target.count), _folder(config)
+    problem, folder = _ranks_problem(config, target.count), read_folder_facts(config)
     store = _store(config, target, folder) if look_for_store else DryRunAttempt(not_tried="it was not asked")
     try:
         vocab_size = config.model.vocab_size or datasets.vocabulary(config)
@@ -328,20 +326,6 @@ def _store(config: RunConfig, target: HardwareTarget, folder: FolderFacts) -> Dr
     return DryRunAttempt(seen=f"{url} accepts the credentials")
 
 
-def _folder(config: RunConfig) -> FolderFacts:
-    folder = RunFolder(config.train.out_dir)
-    if problem := why_not_writable(folder.path):
-        return FolderFacts(str(folder.path), problem=problem)
-    held_by = holder(folder.path)
-    steps = CheckpointFolder(folder.checkpoints).steps()
-    return read_folder_facts(config, steps, in_use_by=str(held_by) if held_by else None)
-
-
 def _ranks_problem(config: RunConfig, world: int, local_world: int | None = None) -> str | None:
-    try:
-        check_world_size(
-            config, RankInfo(world=world, local_world=local_world or min(world, RANKS_PER_NODE), distributed=world > 1)
-        )
-    except ConfigError as error:
-        return str(error)
-    return None
+    broken = broken_parallel_rules(config, world, local_world or min(world, RANKS_PER_NODE))
+    return "\n".join(rule.message for rule in broken) or None

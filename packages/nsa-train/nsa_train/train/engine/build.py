@@ -19,12 +19,12 @@ from olmo_core.train.train_module.transformer.config import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa.core.pooling import undecayed_parameters
-from nsa.errors import ConfigError
-from nsa_train.config.rules import hsdp_shard_ranks
+from nsa.errors import ConfigError, require_rules
+from nsa_train.config.rules import broken_parallel_rules, hsdp_shard_ranks
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
 from nsa_train.record.run_folder import RunFolder
-from nsa_train.train.distributed import RankInfo, check_world_size
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.bad_step_hook import RollbackTrainer
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
@@ -71,7 +71,7 @@ def build_train_module(
     without_values: FakeTensorMode | None = None,
 ) -> StepSkippingTrainModule:
     """The engine's train module around an NSA model; weights are the same for every number of ranks, or fake."""
-    check_world_size(config, ranks)
+    require_rules(broken_parallel_rules(config, ranks.world, ranks.local_world))
     _check_precision(config)
     train, bf16 = config.train, config.runtime.precision == "bf16"
     checkpointing = config.runtime.gradient_checkpointing
