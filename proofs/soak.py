@@ -56,15 +56,15 @@ class ProcessSeries:
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in FIGURES})
 
     def sample(self, now: float) -> None:
-        found = process_figures([self.pid, *descendants(self.pid)])
-        if found["processes"]:
+        figures = process_figures([self.pid, *descendants(self.pid)])
+        if figures["processes"]:
             self.times.append(now)
-            for name, value in found.items():
+            for name, value in figures.items():
                 self.values[name].append(value)
 
 
 def slope(times: list[float], values: list[float]) -> float:
-    """Of the least squares line through the second half of the samples, per second."""
+    """Return the slope per second of the least squares line through the second half of the samples."""
     half = len(times) // 2
     t, v = times[half:], values[half:]
     if len(t) < 2:
@@ -224,7 +224,7 @@ def _step(run: Path) -> int:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of the last 64 KiB."""
+    """Return the lines in the last 64 KiB."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -239,13 +239,13 @@ def main(arguments: list[str]) -> int:
         "--speed", type=float, default=30.0, help="how many times shorter than in production intervals are"
     )
     parser.add_argument("--keep", type=Path, help="new folder in which to keep run and logs")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as text:
-        folder = given.keep or Path(text)
+        folder = options.keep or Path(text)
         folder.mkdir(parents=True, exist_ok=True)
-        found = soak(folder, given.minutes, given.speed)
-    print(json.dumps(found, indent=1))
-    return 1 if found["grew"] or found["ended"] or found["findings"] else 0
+        results = soak(folder, options.minutes, options.speed)
+    print(json.dumps(results, indent=1))
+    return 1 if results["grew"] or results["ended"] or results["findings"] else 0
 
 
 if __name__ == "__main__":

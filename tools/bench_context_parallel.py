@@ -153,11 +153,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--split", choices=("zigzag", "contiguous"), default="zigzag")
     parser.add_argument("--step", type=int, help="tokens of one whole training step, in place of the table")
-    given = parser.parse_args()
-    if given.step:
-        whole_step(given.step, given.ranks, given.split)
+    arguments = parser.parse_args()
+    if arguments.step:
+        whole_step(arguments.step, arguments.ranks, arguments.split)
     else:
-        memory_table(given.tokens, given.ranks, given.split)
+        memory_table(arguments.tokens, arguments.ranks, arguments.split)
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ class PromptRun:
             self._next = self._forward(self._next, self.cache)
 
     def _forward(self, ids_BS: Tensor, cache: Cache) -> Tensor:
-        made = self.model(ids_BS, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        token_B1: Tensor = made.logits[:, -1:].argmax(-1)
+        output = self.model(ids_BS, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        token_B1: Tensor = output.logits[:, -1:].argmax(-1)
         return token_B1
 
 
@@ -165,16 +165,16 @@ def main(words: list[str] | None = None) -> list[Json]:
     parser.add_argument("--json", type=Path, help="write the figures and the machine there")
     arguments = parser.parse_args(words)
     logging.set_verbosity_error()
-    found = []
+    results = []
     with pinned(arguments.threads):
         for cell in cells(arguments.folder, arguments):
-            found.append(cell)
+            results.append(cell)
             print(spelled(cell), flush=True)
     if arguments.json:
         about = {name: getattr(arguments, name) for name in ("threads", "tokens", "chunk", "dtype", "random", "kinds")}
-        record = {"model": arguments.folder.name, **about, "machine": describe_machine(), "cells": found}
+        record = {"model": arguments.folder.name, **about, "machine": describe_machine(), "cells": results}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def our_model(layers: int) -> NSAForCausalLM:
 
 
 def llama(layers: int) -> LlamaForCausalLM:
-    """As many layers, heads, groups and channels; dense attention."""
+    """Build a Llama with as many layers, heads, groups and channels, and dense attention."""
     same = NSAConfig()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -118,7 +118,8 @@ class Continuation:
 
 
 def cache_bytes_per_layer(batch: int, context: int) -> int:
-    """Of both models together, fp32: ours has a sixteenth more, and Llama's dynamic cache is copied to grow."""
+    """Return the bytes of both models' caches in fp32: ours has a sixteenth more, and Llama's dynamic cache is copied
+    to grow."""
     config = NSAConfig()
     one = batch * context * config.num_key_value_heads * 2 * config.head_dim * 4
     return int(one * (1.1 + 2))
@@ -151,7 +152,7 @@ def decode_cell(batch: int, context: int, layers: int, arguments: argparse.Names
         samples = interleave(
             subjects, budget_s=arguments.seconds, min_rounds=1, max_rounds=arguments.rounds, now=arguments.clock
         )
-        found = {
+        cell = {
             "context": context,
             "batch": batch,
             "layers": layers,
@@ -161,8 +162,8 @@ def decode_cell(batch: int, context: int, layers: int, arguments: argparse.Names
             "ratio": ratio(samples["llama"], samples["nsa"]).median,
             "rounds": len(samples["nsa"]),
         }
-        if not best or found["llama_tokens_per_s"] > best["llama_tokens_per_s"]:
-            best = found
+        if not best or cell["llama_tokens_per_s"] > best["llama_tokens_per_s"]:
+            best = cell
     return best
 
 

@@ -37,7 +37,7 @@ def rounded(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Outcome:
 
 
 def exact(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Outcome:
-    """The same in fp64."""
+    """Compute losses and gradients in fp64."""
     x, weight = x_ND.double().requires_grad_(), weight_VD.double().requires_grad_()
     losses = []
     for begin in range(0, len(x), 256):

@@ -107,14 +107,14 @@ def serve_requests(folder: str, max_len: int, batch: int) -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        found = 0.0
+        answer = 0.0
         if request["kind"] == "first":
-            found, _ = run([ids(request["context"], request["seed"])], 1)
+            answer, _ = run([ids(request["context"], request["seed"])], 1)
         elif request["kind"] == "decode":
             prompts = [ids(request["context"], -1 - row) for row in range(request["batch"])]
             run(prompts, 1)  # fills the prefix cache; rows that wait for others would end before those begin
-            found = statistics.median(run(prompts, 1 + request["tokens"])[1])
-        print(f"{ANSWER}{found}", flush=True)
+            answer = statistics.median(run(prompts, 1 + request["tokens"])[1])
+        print(f"{ANSWER}{answer}", flush=True)
 
 
 def save_models(folder: Path, layers: int, max_len: int) -> dict[str, Path]:
@@ -173,18 +173,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="generated per row")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the figures there")
-    given = parser.parse_args()
-    max_len = max(given.contexts) + 64 * (1 + given.tokens // 64 + 1)
+    options = parser.parse_args()
+    max_len = max(options.contexts) + 64 * (1 + options.tokens // 64 + 1)
     with tempfile.TemporaryDirectory() as folder:
-        models = save_models(Path(folder), given.layers, max_len)
-        engines = {name: EngineProcess(path, max_len, max(given.batches)) for name, path in models.items()}
+        models = save_models(Path(folder), options.layers, max_len)
+        engines = {name: EngineProcess(path, max_len, max(options.batches)) for name, path in models.items()}
         try:
-            cells = compare(engines, given)
+            cells = compare(engines, options)
         finally:
             for engine in engines.values():
                 engine.stop()
-    if given.json:
-        given.json.write_text(json.dumps({"layers": given.layers, "cells": cells}, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        options.json.write_text(
+            json.dumps({"layers": options.layers, "cells": cells}, indent=2) + "\n", encoding="utf-8"
+        )
     return None
 
 

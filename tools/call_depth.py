@@ -27,7 +27,7 @@ PACKAGE = str(Path(nsa.__file__).parent)
 SIZES: dict[str, Any] = dict(n_heads=4, n_kv_groups=2, d_k=16, d_v=16, l=8, d=4, l_sel=16, n_sel=4, w=24)
 
 Calls = dict[str, tuple[str, ...]]
-"""By kernel, the names of our functions on the way to it, `forward` first."""
+"""Names of our functions on the way to each kernel, `forward` first."""
 
 
 def own_functions() -> tuple[str, ...]:

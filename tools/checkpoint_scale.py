@@ -217,12 +217,12 @@ def simulate_ours(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int
     wanted = piece_bytes(sum(4 * math.prod(shape) for shape in shapes.values()))
     sent, own = [], []
     for shard in range(shards):
-        found = sorted(
+        chunks = sorted(
             (position, number, offsets, sizes)
             for number, shape in enumerate(shapes.values())
             for position, offsets, sizes in cut(*_shard(shape, shard, shards), 4, wanted)
         )
-        whole = RankPieces(table, [(number, offsets, sizes) for _, number, offsets, sizes in found])
+        whole = RankPieces(table, [(number, offsets, sizes) for _, number, offsets, sizes in chunks])
         owners = share([whole.bytes_of(piece) for piece in whole.pieces], replicas)
         for replica in range(replicas):
             pieces = [piece for piece, owner in zip(whole.pieces, owners, strict=True) if owner == replica]
@@ -318,14 +318,14 @@ def _layout(
 ) -> list[list[tuple[int, int, int]]]:
     """First row, one past the last and first byte in the file of the pieces of each tensor, in one file of a shard."""
     wanted = piece_bytes(sum(4 * math.prod(shape) for shape in shapes.values())) if ours else 1 << 60
-    found = sorted(
+    chunks = sorted(
         (position, number, offsets[0], sizes)
         for number, shape in enumerate(shapes.values())
         for position, offsets, sizes in cut(*_shard(shape, shard, shards), 4, wanted)
     )
     tensors: list[list[tuple[int, int, int]]] = [[] for _ in shapes]
     at = 0
-    for _, number, start, sizes in found:
+    for _, number, start, sizes in chunks:
         tensors[number].append((start, start + sizes[0], at))
         at += 4 * math.prod(sizes)
     return tensors
@@ -392,15 +392,15 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["8x1", "1024x1", "8x128"], help="shards x replicas")
     parser.add_argument("--no-before", action="store_true", help="leave out the engine's planner")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if given.what == "save":
-        save(given.megabytes)
-    elif given.what == "load":
-        load(given.megabytes, given.saved_on, given.loaded_on)
-    elif given.what == "reads":
-        reads(given.models, 8)
+    arguments = parser.parse_args()
+    if arguments.what == "save":
+        save(arguments.megabytes)
+    elif arguments.what == "load":
+        load(arguments.megabytes, arguments.saved_on, arguments.loaded_on)
+    elif arguments.what == "reads":
+        reads(arguments.models, 8)
     else:
-        plan(given.models, given.layouts, not given.no_before, given.json)
+        plan(arguments.models, arguments.layouts, not arguments.no_before, arguments.json)
     print(f"peak memory of a process: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
 
 

@@ -67,9 +67,9 @@ class ServerProcess:
     def _wait_for_address(self) -> str:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline and (self.process.poll() is None or self._reader.is_alive()):
-            found = _ADDRESS.search("".join(self.lines))
-            if found and any("startup complete" in line for line in self.lines):
-                return found[1]
+            match = _ADDRESS.search("".join(self.lines))
+            if match and any("startup complete" in line for line in self.lines):
+                return match[1]
             time.sleep(0.05)
         os.killpg(self.process.pid, signal.SIGKILL)
         raise RuntimeError(f"the server did not start: {''.join(self.lines)}")
@@ -176,13 +176,13 @@ def ask_transformers(folder: Path, prompts: Sequence[str], new_tokens: int) -> l
     answers = []
     for prompt in prompts:
         inputs = tokenizer(prompt, return_tensors="pt", verbose=False)
-        made = model.generate(
+        output = model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True, output_logits=True
         )
         width = inputs["input_ids"].shape[1]
-        tokens = made.sequences[0, width:].tolist()
+        tokens = output.sequences[0, width:].tolist()
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        answers.append(ReferenceAnswer(prompt, width, text, tokens, torch.cat(made.logits)))
+        answers.append(ReferenceAnswer(prompt, width, text, tokens, torch.cat(output.logits)))
     return answers
 
 
@@ -239,8 +239,8 @@ def table(reference: Sequence[ReferenceAnswer], ways: Mapping[str, Sequence[Gree
     lines = [header, ["---"] * len(header)]
     for row, answer in enumerate(reference):
         cells = [answer.compare(answers[row], encode) for answers in ways.values()]
-        made = f"{len(answer.tokens)} tokens"
-        lines.append([f"{answer.prompt_tokens:,}", made, *cells, f"{answer.smallest_margin:.1e}"])
+        n_new = f"{len(answer.tokens)} tokens"
+        lines.append([f"{answer.prompt_tokens:,}", n_new, *cells, f"{answer.smallest_margin:.1e}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -250,27 +250,27 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="Prompt tokens, separated by commas.")
     parser.add_argument("--vllm", metavar="PYTHON", help="Also through vLLM's server, with this Python.")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     from nsa_train.convert.export_folder import export_folder
     from nsa_train.infer import load_model
 
-    loaded = load_model(given.model, device="cpu")
+    loaded = load_model(arguments.model, device="cpu")
 
     def encode(text: str) -> list[int]:
         return loaded.encode([text])[0] if text else []
 
-    lengths = [int(length) for length in given.lengths.split(",")]
+    lengths = [int(length) for length in arguments.lengths.split(",")]
     prompts = make_prompts(encode, loaded.tokenizer.decode, lengths)
     with tempfile.TemporaryDirectory() as folder:
-        export_folder(given.model, Path(folder) / "exported")
-        reference = ask_transformers(Path(folder) / "exported", prompts, given.new_tokens)
+        export_folder(arguments.model, Path(folder) / "exported")
+        reference = ask_transformers(Path(folder) / "exported", prompts, arguments.new_tokens)
         ways = {
-            "`nsa generate`": ask_nsa_generate(given.model, prompts, given.new_tokens),
-            "`nsa serve`": ask_nsa_serve(given.model, prompts, given.new_tokens),
+            "`nsa generate`": ask_nsa_generate(arguments.model, prompts, arguments.new_tokens),
+            "`nsa serve`": ask_nsa_serve(arguments.model, prompts, arguments.new_tokens),
         }
-        if given.vllm:
-            ways["vLLM"] = ask_vllm(given.vllm, Path(folder) / "exported", prompts, given.new_tokens)
+        if arguments.vllm:
+            ways["vLLM"] = ask_vllm(arguments.vllm, Path(folder) / "exported", prompts, arguments.new_tokens)
     print(table(reference, ways, encode))
 
 

@@ -73,8 +73,8 @@ def bits(backend, kind, options):
     results += [p.grad for p in one.parameters() if p.grad is not None]
     one.requires_grad_(False).eval()
     results += [one(rows), one(rows, cu_doc_lens=[0, 3, 40, 130, 192])]
-    kept = one.new_cache(2, 96)
-    results += [one(rows[:, part], cache=kept) for part in (slice(0, 60), *(slice(t, t + 1) for t in range(60, 96)))]
+    cache = one.new_cache(2, 96)
+    results += [one(rows[:, part], cache=cache) for part in (slice(0, 60), *(slice(t, t + 1) for t in range(60, 96)))]
     digest = hashlib.sha256(" ".join(one.state_dict()).encode())
     for x in results:
         digest.update(x.detach().contiguous().numpy().tobytes())

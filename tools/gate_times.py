@@ -1,4 +1,4 @@
-"""Where the time of .ci/run and .ci/nightly goes: steps, tests by folder, fixtures, processes and their imports.
+"""Times of .ci/run and .ci/nightly: steps, tests by folder, fixtures, processes and their imports.
 
     python -m tools.gate_times                               the table of the last run (artifacts/gate_times.jsonl)
     python -m tools.gate_times FILE --top 40                 another file, longer lists
@@ -34,7 +34,7 @@ IMPORTS = {
     "nsa generate": "import nsa_train.infer.load_model, nsa.hf.modeling",
     "torch alone": "import torch",
 }
-"""What processes of the tests import before they do anything, by what they are."""
+"""Imports of each kind of test process before it does anything."""
 FIRST_STEP = """
 import json, os, sys, time
 import nsa_train.cli.main
@@ -161,7 +161,7 @@ class FirstStepCost(NamedTuple):
     torch_s: float
     """The part that had passed after `import torch`, which follows the imports of the command line."""
     modules: frozenset[str]
-    """What is in sys.modules after the step."""
+    """Content of sys.modules after the step."""
 
 
 def first_step_cost(*settings: str) -> FirstStepCost:

@@ -52,7 +52,7 @@ FP32_MODELS = {
     "128": CompiledShape(BenchShape(12, 2, 128, 128, BASE_GEOMETRY), "fp32"),
     "paper": CompiledShape(SHAPES["paper"], "fp32"),
 }
-"""For checking, not for speed: they must fit into shared memory, and may spill."""
+"""Kernels for checking, not for speed: they must fit into shared memory, and may spill."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CompileJob:
     warps: int
     stages: int
     dtype: str
-    """Of the input and output tensors."""
+    """Element types of the input and output tensors."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class KernelTime:
     name: str
     seconds: float
     python_seconds: float
-    """To build the first representation: these hold the interpreter's lock, so threads cannot share them."""
+    """Seconds to build the first representation: these hold the interpreter's lock, so threads cannot share them."""
 
 
 @contextmanager

@@ -67,16 +67,16 @@ def _parsed(cells: list[str]) -> CompileReport:
 
 
 def regressions(new: CompileReport, recorded: list[CompileReport]) -> list[str]:
-    """What is wrong with a build, by itself or beside the table's entry for the same kernel, shape and GPU."""
+    """List the faults of a build, by itself or beside the table's entry for the same kernel, shape and GPU."""
     entries = [r for r in recorded if (r.model, r.gpu, r.kernel) == (new.model, new.gpu, new.kernel)]
     if len(entries) != 1:
         return [f"{len(entries)} entries in {TABLE.name}"]
     code, before = new.code, entries[0].code
-    found = [fault for fault in new.faults() if fault not in entries[0].faults()]
+    faults = [fault for fault in new.faults() if fault not in entries[0].faults()]
     if code.shared_bytes > before.shared_bytes:
-        found.append(f"{code.shared_bytes} bytes of shared memory, recorded {before.shared_bytes}")
+        faults.append(f"{code.shared_bytes} bytes of shared memory, recorded {before.shared_bytes}")
     if code.registers > before.registers + MORE_REGISTERS:
-        found.append(f"{code.registers} registers, recorded {before.registers}")
+        faults.append(f"{code.registers} registers, recorded {before.registers}")
     if code.matrix.keys() != before.matrix.keys():
-        found.append(f"matrix instructions {', '.join(code.matrix)}, recorded {', '.join(before.matrix)}")
-    return found
+        faults.append(f"matrix instructions {', '.join(code.matrix)}, recorded {', '.join(before.matrix)}")
+    return faults

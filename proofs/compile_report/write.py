@@ -42,17 +42,17 @@ def main() -> None:
     with ProcessPoolExecutor(args.n, get_context("spawn")) as pool:
         for reports in pool.map(compile_all, *zip(*pairs, strict=True)):
             for report in reports:
-                found = regressions(report, recorded) if args.check else report.faults()
-                worse += bool(found)
-                print(f"{report.kernel} {report.model} {report.gpu}: {', '.join(found) or 'no faults'}", flush=True)
+                faults = regressions(report, recorded) if args.check else report.faults()
+                worse += bool(faults)
+                print(f"{report.kernel} {report.model} {report.gpu}: {', '.join(faults) or 'no faults'}", flush=True)
             new += reports
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps([asdict(report) for report in new], indent=1) + "\n", encoding="utf-8")
     if args.check:
         sys.exit(worse > 0)
     compiled = {report.gpu for report in new}
-    kept = [report for report in recorded if report.gpu not in compiled]
-    rows = [r for gpu, model in product(GPUS, MODELS) for r in (*kept, *new) if (r.gpu, r.model) == (gpu, model)]
+    others = [report for report in recorded if report.gpu not in compiled]
+    rows = [r for gpu, model in product(GPUS, MODELS) for r in (*others, *new) if (r.gpu, r.model) == (gpu, model)]
     TABLE.write_text(render(rows), encoding="utf-8")
 
 

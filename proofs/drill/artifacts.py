@@ -36,8 +36,8 @@ def launcher_verdicts(folder: Path) -> list[RunEvent]:
 
 def findings(folder: Path) -> list[RunEvent]:
     """The watchdog's findings in order."""
-    found = [event for event in read_events(folder) if event.kind in (EventKind.FINDING, EventKind.STALL)]
-    return [event for event in found if not event.details.get("over")]
+    events = [event for event in read_events(folder) if event.kind in (EventKind.FINDING, EventKind.STALL)]
+    return [event for event in events if not event.details.get("over")]
 
 
 def found(folder: Path, *conditions: str) -> list[RunEvent]:

@@ -34,7 +34,7 @@ def write_parquet(path: Path, count: int) -> None:
 
 
 class ServerFault(StrEnum):
-    """How a server answers while it fails."""
+    """Answers of a server that fails."""
 
     INTERNAL_ERROR = "500"
     TOO_MANY_REQUESTS = "429"

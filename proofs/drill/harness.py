@@ -183,7 +183,7 @@ class DrillHarness:
         return process
 
     def start_watch(self, **limits: float) -> DrillProcess:
-        """The same without waiting for its first record."""
+        """Start a run without waiting for its first record."""
         self.run_folder.mkdir(parents=True, exist_ok=True)
         words = [word for name, value in limits.items() for word in ("--limit", f"{name}={value:g}")]
         return self.start(
@@ -234,7 +234,7 @@ class DrillHarness:
         return PlantedFault(kind=kind, marker=str(self._marker), **more)
 
     def injected_at(self) -> float:
-        """When the injected fault first took effect."""
+        """Time at which the injected fault first took effect."""
         if not self._marker.exists():
             raise NotObserved("the injected fault never took effect")
         return float(self._marker.read_text())

@@ -193,7 +193,7 @@ class NodeNetwork:
         _ip(self.inside, *commands)
 
     def write_hosts(self) -> None:
-        """In place: the file is mounted in the nodes."""
+        """Rewrite the file in place: it is mounted in the nodes."""
         names = [f"{node.address} {node.name}" for node in self.nodes]
         text = "\n".join(["127.0.0.1 localhost", *names, ""]).encode()
         with open(os.open(self.hosts, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:

@@ -87,11 +87,11 @@ class ObjectStore:
     def _head(self, request: BaseHTTPRequestHandler) -> None:
         if self._refuses(request):
             return
-        found = self.objects.get(_key(request))
-        if found is None:
+        content = self.objects.get(_key(request))
+        if content is None:
             _answer(request, 404)
         else:
-            _answer(request, 200, etag=found[1])
+            _answer(request, 200, etag=content[1])
 
     def _delete(self, request: BaseHTTPRequestHandler) -> None:
         if self._refuses(request):
@@ -105,8 +105,8 @@ class ObjectStore:
             return
         prefix = parse_qs(urlsplit(request.path).query).get("prefix", [""])[0]
         with self._lock:
-            found = sorted((key, size) for key, (size, _) in self.objects.items() if key.startswith(prefix))
-        items = "".join(f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size></Contents>" for key, size in found)
+            entries = sorted((key, size) for key, (size, _) in self.objects.items() if key.startswith(prefix))
+        items = "".join(f"<Contents><Key>{escape(key)}</Key><Size>{size}</Size></Contents>" for key, size in entries)
         _answer(request, 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{items}</ListBucketResult>")
 
     def _refuses(self, request: BaseHTTPRequestHandler) -> bool:

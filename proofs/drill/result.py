@@ -33,8 +33,8 @@ class DrillResult:
         if not holds:
             self.unmet.append(otherwise)
 
-    def require_equal(self, what: str, found: object, wanted: object) -> None:
-        self.require(found == wanted, f"{what} is {found!r}, not {wanted!r}")
+    def require_equal(self, what: str, value: object, expected: object) -> None:
+        self.require(value == expected, f"{what} is {value!r}, not {expected!r}")
 
     def detected(self, by: str, after_s: float, *, within_s: float) -> None:
         self.detected_by, self.after_s = by, after_s

@@ -93,10 +93,10 @@ def choose(wanted: Iterable[str], *, nodes: bool = False) -> list[str]:
     names, known = list(wanted), {**SCENARIOS, **NODE_SCENARIOS}
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: there is no such scenario. Choose among {', '.join(known)}.")
-    found = [name for name in known if name in names] or list(NODE_SCENARIOS if nodes else SCENARIOS)
-    if any(name in NODE_SCENARIOS for name in found):
+    chosen = [name for name in known if name in names] or list(NODE_SCENARIOS if nodes else SCENARIOS)
+    if any(name in NODE_SCENARIOS for name in chosen):
         unshare_options()
-    return found
+    return chosen
 
 
 def scenario(name: str) -> DrillScenario:

@@ -67,15 +67,15 @@ def _scrape(
         while time.monotonic() < until:
             at = time.monotonic()
             try:
-                found = {run: float(step) for run, step in _RUN.findall(_read(url))}
+                steps = {run: float(step) for run, step in _RUN.findall(_read(url))}
             except OSError as error:
                 wrong.append(f"no answer: {error}")
                 continue
             took.append(time.monotonic() - at)
-            if len(found) != runs:
-                wrong.append(f"{len(found)} of {runs} runs")
-            wrong.extend(f"{run} went back" for run, step in found.items() if step < seen.get(run, 0))
-            seen = found
+            if len(steps) != runs:
+                wrong.append(f"{len(steps)} of {runs} runs")
+            wrong.extend(f"{run} went back" for run, step in steps.items() if step < seen.get(run, 0))
+            seen = steps
 
     threads = [threading.Thread(target=scrape) for _ in range(scrapers)]
     for thread in threads:
@@ -171,11 +171,11 @@ def main(arguments: list[str]) -> int:
     exporter.add_argument("--seconds", type=float, default=60.0)
     views = commands.add_parser("views")
     views.add_argument("--steps", type=int, default=500_000)
-    given = parser.parse_args(arguments)
-    if given.command == "exporter":
-        rows = [measure_exporter(given.runs, given.scrapers, given.steps, given.seconds)]
+    options = parser.parse_args(arguments)
+    if options.command == "exporter":
+        rows = [measure_exporter(options.runs, options.scrapers, options.steps, options.seconds)]
     else:
-        rows = measure_views(given.steps)
+        rows = measure_views(options.steps)
     for row in rows:
         print(json.dumps(row))
     return 1 if any(row.get("wrong") or row.get("exit code") for row in rows) else 0

@@ -9,7 +9,7 @@ FIGURES = ("MiB", "open files", "threads", "processes")
 
 def process_figures(pids: Iterable[int]) -> dict[str, float]:
     """Resident memory, open files, threads and number of these processes together, without those that have exited."""
-    found = dict.fromkeys(FIGURES, 0.0)
+    figures = dict.fromkeys(FIGURES, 0.0)
     for pid in pids:
         path = Path(f"/proc/{pid}")
         try:
@@ -18,8 +18,8 @@ def process_figures(pids: Iterable[int]) -> dict[str, float]:
         except OSError:
             continue
         for name, value in zip(FIGURES, (pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threads, 1), strict=True):
-            found[name] += value
-    return found
+            figures[name] += value
+    return figures
 
 
 def of_group(group: int) -> list[int]:

@@ -34,7 +34,7 @@ _LONG_ONES, _LONGER = 8, 10
 
 @dataclass
 class ClientRecord:
-    """What one client saw."""
+    """Times and answers of one client."""
 
     first_piece_s: list[float] = field(default_factory=list)
     answer_s: list[float] = field(default_factory=list)
@@ -160,12 +160,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each round")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args(arguments)
-    if given.server == "nsa":
-        command, model = nsa_serve(given.model), None
+    options = parser.parse_args(arguments)
+    if options.server == "nsa":
+        command, model = nsa_serve(options.model), None
     else:
-        command, model = vllm_serve(given.python, given.model), str(given.model)
-    amounts = {name: getattr(given, name) for name in ("clients", "seconds", "tokens", "rounds")}
+        command, model = vllm_serve(options.python, options.model), str(options.model)
+    amounts = {name: getattr(options, name) for name in ("clients", "seconds", "tokens", "rounds")}
     rows = measure_server(command, model, **amounts)
     return 1 if any(row["failed"] or not row["idle answer is the same after"] for row in rows) else 0
 

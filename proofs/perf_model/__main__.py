@@ -66,23 +66,23 @@ def perf_model(
     **Example:** `python -m proofs.perf_model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md`
     """
     require_writable_file(json, plot, markdown)
-    found = reports.ModelReport(" ".join(["python -m proofs.perf_model", *sys.argv[1:]]), describe_machine(),
+    report = reports.ModelReport(" ".join(["python -m proofs.perf_model", *sys.argv[1:]]), describe_machine(),
                                 gpu_named(gpu))  # fmt: skip
     console = stdout_console()
-    console.print(reports.headline(found.gpu))
+    console.print(reports.headline(report.gpu))
     with progress() as log:
         for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log):
-            found.pairs.append(pair)
-    _print_fitting(console, reports.TOTAL_COLUMNS, [reports.total_row(pair) for pair in found.pairs])
-    last = found.pairs[-1].both
+            report.pairs.append(pair)
+    _print_fitting(console, reports.TOTAL_COLUMNS, [reports.total_row(pair) for pair in report.pairs])
+    last = report.pairs[-1].both
     console.print(f"\nkernels at {spell(last.length)}, {last.dtype}, {last.data} data, {last.label}")
     _print_fitting(console, reports.KERNEL_COLUMNS, reports.kernel_rows(last))
     if step is not None:
-        for line in _model_step(step, found.gpu):
+        for line in _model_step(step, report.gpu):
             console.print(line, markup=False)
-    for line in reports.assumptions(found.gpu):
+    for line in reports.assumptions(report.gpu):
         console.print(f"· {line}", markup=False)
-    for path, text in ((json, found.to_json), (plot, found.to_svg), (markdown, found.to_markdown)):
+    for path, text in ((json, report.to_json), (plot, report.to_svg), (markdown, report.to_markdown)):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")

@@ -22,8 +22,8 @@ def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
 
 
 def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
-    """Of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its largest end; and how
-    many of those tiles of keys all its rows see."""
+    """Count the steps of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its
+    largest end; and how many of those tiles of keys all its rows see."""
     lo_BS, hi_BS, _ = bounds(sizes, branch)
     heads, last = sizes.shape.heads_per_group, sizes.length - 1
     first_row = torch.arange(0, sizes.rows, tiles.m)
@@ -36,8 +36,8 @@ def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple
 
 
 def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int, int]:
-    """Of one group: rows in steps of m for every tile of n keys, cut into parts; how many of those steps' rows all see
-    every key; and how many parts there are."""
+    """Count the steps of one group: rows in steps of m for every tile of n keys, cut into parts; how many of those
+    steps' rows all see every key; and how many parts there are."""
     lo_BS, hi_BS, n_keys = bounds(sizes, branch)
     s, heads = sizes.shape, sizes.shape.heads_per_group
     q = torch.empty((1, sizes.length, s.n_kv_groups, heads, s.d_k), device="meta")

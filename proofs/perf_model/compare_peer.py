@@ -22,7 +22,7 @@ MEASURED = {
     8: (0.30, 0.31), 16: (0.51, 0.64), 32: (1.18, 1.48), 64: (2.97, 2.87), 128: (5.57, 4.97), 256: (9.35, 7.46),
     512: (11.8, 9.94), 1024: (13.1, 11.2),
 }  # fmt: skip
-"""By thousands of tokens: forward, and forward + backward. Their own documents of spring 2026."""
+"""Times of forward, and of forward + backward, by thousands of tokens. Their own documents of spring 2026."""
 LONGEST_MEASURED = 65536
 COLUMNS = ("length", "measured peer", "modelled, stride 16", "modelled, stride 64", "slowest kernels, stride 16")
 
@@ -33,13 +33,13 @@ def overlap_of(shape: BenchShape, length: int) -> SelectionOverlap:
 
 def compare(lengths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)) -> Iterator[tuple[str, ...]]:
     for thousands in lengths:
-        length, found = 1024 * thousands, []
+        length, predictions = 1024 * thousands, []
         for shape in (OURS, STRIDE_64):
             overlap = overlap_of(shape, length)
-            found.append([predict("b200", shape, length, "bf16", b, overlap) for b in (False, True)])
-        ratios = [f"{forward.ratio:.2f} / {both.ratio:.2f}" for forward, both in found]
+            predictions.append([predict("b200", shape, length, "bf16", b, overlap) for b in (False, True)])
+        ratios = [f"{forward.ratio:.2f} / {both.ratio:.2f}" for forward, both in predictions]
         measured = " / ".join(f"{ratio:g}" for ratio in MEASURED[thousands])
-        yield spell(length), measured, *ratios, slowest(found[0][1])
+        yield spell(length), measured, *ratios, slowest(predictions[0][1])
 
 
 def slowest(prediction: LayerPrediction, n: int = 3) -> str:

@@ -7,13 +7,14 @@ from nsa.gpus import GPUS as SPECS
 from nsa.gpus import GpuClock, GpuSpec
 
 EXPONENTIALS_PER_CLOCK = 16
-"""Of one multiprocessor or compute unit: CUDA programming guide's throughput table; a quarter of a CDNA SIMD's rate."""
+"""Operations per clock of one multiprocessor or compute unit: CUDA programming guide's throughput table; a quarter of a
+CDNA SIMD's rate."""
 SCHEDULERS = 4
 """Instructions that an NVIDIA multiprocessor issues per clock, for a warp each."""
 MEMORY_SHARE = 0.85
-"""Of the vendor's memory bandwidth that streaming kernels reach: assumed, the same for all kernels."""
+"""Share of the vendor's memory bandwidth that streaming kernels reach: assumed, the same for all kernels."""
 L2_SHARE = 0.6
-"""Of the cache's width times clock that loads reach: assumed, the same for all kernels."""
+"""Share of the cache's width times clock that loads reach: assumed, the same for all kernels."""
 LAUNCH_S = 5e-6
 """One launch from Python after another: assumed. A CUDA graph would save most of it."""
 SORT_CLOCKS = 50.0
@@ -31,7 +32,7 @@ class PublishedSpeed:
     backward: float
     source: str
     triton_slowdown: float
-    """How many times slower attention written in Triton was on the same GPU."""
+    """Slowdown of attention written in Triton on the same GPU."""
     triton_source: str
 
 

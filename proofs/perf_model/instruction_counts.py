@@ -15,19 +15,19 @@ from nsa.bench.shapes import BenchShape
 from proofs.perf_model.work import KernelWork
 
 HMMA_FLOPS = 16 * 8 * 16 * 2
-"""Of one m16n8k16 instruction of a warp."""
+"""Operations of one m16n8k16 instruction of a warp."""
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
 
 
 @dataclass(frozen=True)
 class InstructionCounts:
-    """Of one loop iteration, by all warps of a program."""
+    """Instructions of one loop iteration, by all warps of a program."""
 
     instructions: int
     inner_instructions: int
-    """In the loop without masks; the same where there is one loop."""
+    """Instructions in the loop without masks; the same where there is one loop."""
     hmma_flops: int
-    """Of HMMA: more than the product needs where warps repeat each other's work; 0 where others are used."""
+    """HMMA operations: more than the product needs where warps repeat each other's work; 0 where others are used."""
 
     def of(self, work: KernelWork) -> int:
         return self.instructions * (work.trips - work.inner_trips) + self.inner_instructions * work.inner_trips

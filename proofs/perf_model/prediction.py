@@ -45,7 +45,7 @@ class KernelPrediction:
 
 @dataclass(frozen=True)
 class LayerPrediction:
-    """Of one attention layer, batch 1, without projections, as `nsa bench attention` would time it. Modelled."""
+    """Modelled times of one attention layer, batch 1, without projections, as `nsa bench attention` would time it."""
 
     gpu: str
     shape: BenchShape
@@ -66,7 +66,7 @@ class LayerPrediction:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than dense."""
+        """Speed-up over dense."""
         return self.dense_seconds / self.seconds
 
     @property
@@ -76,7 +76,7 @@ class LayerPrediction:
 
     @property
     def selected_ratio(self) -> float:
-        """How many times faster than the paper's loop."""
+        """Speed-up over the paper's loop."""
         return self.group_centric.seconds / self.selected_seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -127,9 +127,9 @@ def predict(
         work += [*range_kernels.backward(sizes), *selected_kernels.backward(sizes, overlap),
                  *index_kernels.backward(sizes, overlap), *torch_ops.backward(sizes)]  # fmt: skip
         dense += dense_s(machine, sizes, True)
-    found = [timed(part) for part in work]
+    parts = [timed(part) for part in work]
     baseline = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
-    return LayerPrediction(machine.name, shape, length, dtype, backward, overlap.data, slowdown, found, dense, baseline)
+    return LayerPrediction(machine.name, shape, length, dtype, backward, overlap.data, slowdown, parts, dense, baseline)
 
 
 def time_of(

@@ -136,7 +136,8 @@ def select_tile(sizes: LaunchSizes) -> tuple[dict[str, int], int]:
 
 
 def select_steps(sizes: LaunchSizes) -> tuple[int, int, int]:
-    """Of one group: steps of all tiles, up to the block of a tile's last query; queries and keys that they load."""
+    """Count for one group the steps of all tiles, up to the block of a tile's last query; queries and keys that they
+    load."""
     g, (tile, ahead) = sizes.shape.geometry, select_tile(sizes)
     per_step = tile["KEEP"] * tile["PER_SEL"]
     steps = loaded = keys = 0

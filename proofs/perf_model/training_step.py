@@ -22,7 +22,7 @@ from proofs.perf_model.prediction import Instructions, KernelPrediction, predict
 from proofs.perf_model.selection_overlap import SelectionOverlap
 
 MATRIX_SHARE = 0.55
-"""Of the peak that products of 16,384 × 768 by 768 × 768 to 768 × 32,768 reach: assumed."""
+"""Share of the peak that products of 16,384 × 768 by 768 × 768 to 768 × 32,768 reach: assumed."""
 LOGIT_BYTES = 36
 """Moved per logit: cast to fp32, log-softmax, its gradient and that of the loss, cast back."""
 WEIGHT_BYTES = 12
@@ -40,7 +40,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Of one optimizer step on one GPU. Modelled."""
+    """Modelled time of one optimizer step on one GPU."""
 
     gpu: str
     checkpointing: Checkpointing
@@ -76,7 +76,7 @@ def predict_step(
     """`checkpointing`: in place of the run's; `overlap` as in `predict`, at the run's length."""
     mode = checkpointing or config.runtime.gradient_checkpointing
     config = config.model_copy(update={"runtime": config.runtime.model_copy(update={"gradient_checkpointing": mode})})
-    found = estimate(config, parse_target(gpu.device.name), config.model.vocab_size or 32768)
+    estimated = estimate(config, parse_target(gpu.device.name), config.model.vocab_size or 32768)
     layer = predict(gpu, shape_of(config), config.train.seq_len, "bf16", True, overlap, instructions=instructions)
     rows = config.train.batch_size * config.train.accumulate_grad_batches
     attention = [sum(for_rows(k, rows) for k in layer.kernels if k.backward == b) for b in (False, True)]
@@ -85,13 +85,13 @@ def predict_step(
     moved = partial(_by_bytes, gpu)
     parts = (
         StepPart("attention kernels", seconds, f"{config.model.n_layers} layers, {rows} rows per launch"),
-        StepPart("matrix products", _products_s(found, gpu, mode), f"{MATRIX_SHARE:.0%} of the peak: assumed"),
-        moved("compiled elementwise", found.tokens_per_step * config.model.n_layers * _block_bytes(config, mode)),
-        moved("loss", found.tokens_per_step * found.vocab_size * LOGIT_BYTES),
-        moved("casts of weights", _in_products(found) * WEIGHT_BYTES),
-        moved("optimizer", found.parameters.total * OPTIMIZER_BYTES),
+        StepPart("matrix products", _products_s(estimated, gpu, mode), f"{MATRIX_SHARE:.0%} of the peak: assumed"),
+        moved("compiled elementwise", estimated.tokens_per_step * config.model.n_layers * _block_bytes(config, mode)),
+        moved("loss", estimated.tokens_per_step * estimated.vocab_size * LOGIT_BYTES),
+        moved("casts of weights", _in_products(estimated) * WEIGHT_BYTES),
+        moved("optimizer", estimated.parameters.total * OPTIMIZER_BYTES),
     )
-    return StepPrediction(gpu.name, mode, found.tokens_per_step, parts)
+    return StepPrediction(gpu.name, mode, estimated.tokens_per_step, parts)
 
 
 def _by_bytes(gpu: GpuModel, name: str, moved: float) -> StepPart:
@@ -99,7 +99,7 @@ def _by_bytes(gpu: GpuModel, name: str, moved: float) -> StepPart:
 
 
 def _products_s(found: RunEstimate, gpu: GpuModel, mode: Checkpointing) -> float:
-    """Of projections, feed-forward and head; with checkpointing, those of the blocks once more."""
+    """Count the operations of projections, feed-forward and head; with checkpointing, those of the blocks once more."""
     flops = {part: count for part, count in found.flops_per_token.items() if part not in ATTENTION_PARTS}
     again = sum(count / 3 for part, count in flops.items() if part != "head") if mode != "off" else 0.0
     return found.tokens_per_step * (sum(flops.values()) + again) / (MATRIX_SHARE * gpu.flops_per_s("bf16"))
@@ -111,7 +111,8 @@ def _in_products(found: RunEstimate) -> int:
 
 
 def _block_bytes(config: RunConfig, mode: Checkpointing) -> float:
-    """Of a token in one block, forward and backward. The residual stream is fp32, everything else bf16."""
+    """Count the bytes of a token in one block, forward and backward. The residual stream is fp32, everything else
+    bf16."""
     m = config.model
     D, F = m.dim, m.ffn_size
     key_streams, _ = config.attention.kv_streams

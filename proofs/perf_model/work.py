@@ -19,7 +19,7 @@ class KernelWork:
     inner_trips: int = 0
     """Those of them that run without masks, in a loop of their own."""
     flops: float = 0.0
-    """Of the matrix instructions as issued: padding rows and masked keys count, a multiply-add as two."""
+    """Operations of the matrix instructions as issued: padding rows and masked keys count, a multiply-add as two."""
     exponentials: float = 0.0
     l2_bytes: float = 0.0
     """All loads and stores of programs; shared tensors count once per program."""

@@ -30,7 +30,7 @@ class Token(NamedTuple):
 
 class CppDefinition(NamedTuple):
     name: str
-    """With the names of the types that it is in: `Grid.by_range`."""
+    """Name of a function after those of its enclosing types: `Grid.by_range`."""
     tokens: list[Token]
 
 

@@ -26,7 +26,7 @@ _NOT_COMPARED = {"ctx", "kind", "type_comment"}
 _UNBRACKETED = (ast.Name, ast.Call, ast.Attribute, ast.Subscript, ast.JoinedStr)
 
 Bindings = dict[Any, Any]
-"""What placeholders stand for, by name, and source nodes by the `id` of the pattern's."""
+"""Values of placeholders by name, and source nodes by the `id` of the pattern's."""
 
 
 class Edit(NamedTuple):
@@ -124,7 +124,7 @@ def _many(item: object) -> str | None:
 
 
 _REST = ast.Expr(ast.Constant(...))
-"""As the last statement of a pattern: what follows in the body does not matter."""
+"""Last statement of a pattern after which anything may follow in the body."""
 
 
 def _bind(name: str, key: Any, value: Any, bindings: Bindings) -> Iterator[Bindings]:

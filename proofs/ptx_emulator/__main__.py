@@ -92,11 +92,11 @@ def _print_counts(counts: dict[str, dict[str, int]], driver: EmulatorDriver) -> 
 def _print_ptx(kernel: str, case: str, gpu: str, dtype: torch.dtype) -> int:
     with emulated(gpu) as driver:
         CASES[case](dtype)
-        found = [text for (name, text) in driver.machines if name == kernel]
-        if not found:
+        texts = [text for (name, text) in driver.machines if name == kernel]
+        if not texts:
             print(f"{case} has no kernel {kernel}, but: {', '.join(sorted({n for n, _ in driver.machines}))}")
             return 1
-        print(found[0])
+        print(texts[0])
     return 0
 
 

@@ -28,7 +28,7 @@ WIDE = BenchShape(16, 1, 192, 128, BASE.geometry)
 LATE_KEYS, LATE_QUERIES = 3300, 12
 """A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
 PACKED = (0, 1, 50, 150)
-"""Where the documents of a row of 150 tokens begin and end."""
+"""Ends of the documents of a row of 150 tokens."""
 SHORT = (0, 1, 20, 110)
 PLAIN = (0, 150)
 """One document: tiles of keys and windows that every row of a tile sees, whose loops run without masks."""
@@ -161,4 +161,4 @@ CASES: dict[str, Callable[[torch.dtype], list[CheckedFigure]]] = {
     "decode": _decode,
     "mix": _mix,
 }
-"""By name: forward and backward where there is one."""
+"""Cases by name: forward and backward where there is one."""

@@ -55,10 +55,10 @@ def loops_executed(machine: Machine) -> list[LoopCounts]:
     for last, block in enumerate(machine.blocks):
         if block.end is not None and block.end.family == "bra" and 0 <= block.target <= last:
             jumps.setdefault(block.target, []).append(last)
-    warps, found = machine.kernel.threads // WARP, []
+    warps, loops = machine.kernel.threads // WARP, []
     for first, ends in sorted(jumps.items()):
         body = machine.blocks[first : max(ends) + 1]
         opcodes = Counter(at.opcode for part in body for at in (*part.instructions, *([part.end] if part.end else ())))
         trips = sum(int(machine.warps_by_block[last]) for last in ends) // warps
-        found.append(LoopCounts(trips, Counter({opcode: n * warps for opcode, n in opcodes.items()})))
-    return found
+        loops.append(LoopCounts(trips, Counter({opcode: n * warps for opcode, n in opcodes.items()})))
+    return loops

@@ -92,7 +92,7 @@ def _bits(value: float, dtype: str) -> int:
 
 
 class EmulatorDriver(DriverBase):
-    """For one GPU architecture, e.g. sm_80. `edit` changes PTX before it is parsed."""
+    """Emulate one GPU architecture, e.g. sm_80. `edit` changes PTX before it is parsed."""
 
     launcher_cls = EmulatorLauncher
 
@@ -109,7 +109,7 @@ class EmulatorDriver(DriverBase):
         self.ran: list[int] = []
         """Programs of all launches, in the order in which they ran."""
         self.seconds = 0.0
-        """Of CPU time, spent in launches."""
+        """Seconds of CPU time spent in launches."""
 
     @staticmethod
     def current() -> "EmulatorDriver":

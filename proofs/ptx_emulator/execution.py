@@ -1,4 +1,4 @@
-"""What a decoded instruction may use: lanes, shared memory and global memory of one kernel."""
+"""Resources of a decoded instruction: lanes, shared memory and global memory of one kernel."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,5 +37,5 @@ Builder = Callable[[ExecutionUnit, Instruction], Run]
 
 
 def elements(operand: Operand) -> tuple[Operand, ...]:
-    """Of {a, b, …} or of a single operand."""
+    """Return the operands of {a, b, …} or the single operand."""
     return operand.elements if isinstance(operand, VectorOperand) else (operand,)

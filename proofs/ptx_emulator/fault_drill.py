@@ -32,13 +32,13 @@ class PtxFault:
     after: str = ""
     """Only instructions after the first that matches this one count."""
     nth: int = 0
-    """Which of the matching instructions, from the end if negative."""
+    """Number of the matching instruction, from the end if negative."""
     replace: str = ""
     gpu: str = "sm_80"
     shared_bytes: int = 0
     """Taken from the kernel's shared memory."""
     missed_because: str = ""
-    """Why nothing shows it, if nothing does."""
+    """Reason why nothing shows it, if nothing does."""
 
     def plant(self, kernel: str, ptx: str) -> str:
         if kernel != f"{self.kernel}_kernel" or not self.pattern:
@@ -103,7 +103,7 @@ def run_fault(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
     driver.less_shared = {f"{fault.kernel}_kernel": fault.shared_bytes}
     try:
         figures = CASES[fault.case](torch.bfloat16)
-        wrong, kinds = not all(f.right for f in figures), [str(found.kind) for found in driver.log.take()]
+        wrong, kinds = not all(f.right for f in figures), [str(each.kind) for each in driver.log.take()]
     except (UnsupportedPtx, RuntimeError, IndexError, OverflowError):  # nonsense that a wrong index led to
         wrong, kinds = False, [*map(str, (finding.kind for finding in driver.log.take())), "refused"]
     finally:

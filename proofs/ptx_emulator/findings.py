@@ -72,6 +72,6 @@ class FindingLog:
 
     def take(self) -> list[Finding]:
         """Every finding so far; the log is empty afterwards."""
-        found = list(self)
+        findings = list(self)
         self._by_place.clear()
-        return found
+        return findings

@@ -20,10 +20,10 @@ class FragmentCache:
         self._known.clear()
 
     def get(self, kind: str, slots: list[int], convert: Callable[[list[Array]], Array]) -> Array:
-        found = [self._state.values[slot] for slot in slots]
-        key = (kind, *map(id, found))
+        values = [self._state.values[slot] for slot in slots]
+        key = (kind, *map(id, values))
         if key not in self._known:
-            self.put(kind, found, convert([self._state.by_warp(x) for x in found]))
+            self.put(kind, values, convert([self._state.by_warp(x) for x in values]))
         return self._known[key][1]
 
     def put(self, kind: str, values: list[Array], matrix: Array) -> None:

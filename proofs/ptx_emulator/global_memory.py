@@ -68,14 +68,14 @@ class GlobalMemory:
         parts = self._resolve(at, address, mask, n_bytes)
         if len(parts) == 1 and parts[0][1] is None:
             return self._load_all(at, parts[0][0], address, None, n_bytes)
-        found = np.zeros((*address.shape, n_bytes), np.uint8)
+        result = np.zeros((*address.shape, n_bytes), np.uint8)
         for arena, chosen in parts:
             if chosen is None or chosen.any():
                 loaded = self._load_all(at, arena, address, chosen, n_bytes)
                 if len(parts) == 1:
                     return loaded
-                found[chosen] = loaded[chosen]
-        return found
+                result[chosen] = loaded[chosen]
+        return result
 
     def _load_all(self, at: Instruction, arena: MemoryArena, address: Array, mask: Array | None, n_bytes: int) -> Array:
         index = (address - np.uint64(arena.origin)).astype(np.int64)
@@ -196,7 +196,7 @@ class GlobalMemory:
 
 
 def _conflicts(other: Array, mine: Array) -> Array:
-    """Of another program, or of another warp of this one since the last barrier."""
+    """Whether an access is of another program, or of another warp of this one since the last barrier."""
     differ = other ^ mine
     elsewhere = differ >> 32 != 0
     unsynchronized = (differ >> 8 == 0) & (differ != 0)

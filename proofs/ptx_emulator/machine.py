@@ -31,7 +31,7 @@ from proofs.ptx_emulator.wgmma_groups import WgmmaGroups
 LANES_AT_ONCE = 8192
 """Programs are run in batches of about this many threads."""
 ProgramOrder = Callable[[int], list[int]]
-"""In which order to run n programs; a batch of them runs at a time."""
+"""Order in which n programs run; a batch of them runs at a time."""
 _BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
 
 
@@ -75,7 +75,7 @@ class Machine:
             self._guard_registers()
         self._stores = _stored_parameters(kernel)
         self.warps_by_block = np.zeros(len(self.blocks), np.int64)
-        """How many warps executed each block, over all launches."""
+        """Number of warps that executed each block, over all launches."""
 
     # decoding
 
@@ -232,10 +232,10 @@ class Machine:
 
     def _next_together(self, block: BasicBlock, current: int, counters: Array) -> int | None:
         """The block that all threads go to, or None if they part, with `counters` set."""
-        found = self._next(block, current)
-        if (found == found.flat[0]).all():
-            return int(found.flat[0])
-        counters[:] = found
+        following = self._next(block, current)
+        if (following == following.flat[0]).all():
+            return int(following.flat[0])
+        counters[:] = following
         return None
 
     def _next(self, block: BasicBlock, current: int) -> Array:

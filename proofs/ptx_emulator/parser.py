@@ -59,7 +59,7 @@ class Instruction:
     text: str
     source: str
     used_bytes: int | None = None
-    """Of a load, from the pragma before it: a bit for each byte that anything depends on."""
+    """Bytes of a load that are used, from the pragma before it: a bit for each byte that anything depends on."""
 
     @property
     def family(self) -> str:
@@ -149,7 +149,7 @@ def _read_body(kernel: PtxKernel, text: str) -> None:
 
 
 def _read_header_line(kernel: PtxKernel, code: str) -> bool:
-    """Of the lines before the body; True at its opening brace."""
+    """Read a line before the body; True at its opening brace."""
     if match := _PARAMETER.match(code):
         kernel.parameters.append(KernelParameter(match.group(2), match.group(1)))
     elif match := re.match(r"\.reqntid\s+(\d+)(?:,\s*1,\s*1)?$", code):
@@ -174,7 +174,7 @@ def _read_instruction(code: str, line: int, source: str, used_bytes: int | None)
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of braces and brackets."""
+    """Split at commas outside of braces and brackets."""
     parts, depth, begin = [], 0, 0
     for i, c in enumerate(text):
         depth += (c in "{[") - (c in "}]")
@@ -189,10 +189,10 @@ def _operand(text: str, line: int) -> Operand:
         return VectorOperand(tuple(_operand(part, line) for part in _split(text[1:-1])))
     if text.startswith("["):
         base, _, offset = (part.strip() for part in text[1:-1].partition("+"))
-        found = _operand(base, line)
-        if not isinstance(found, Register | SymbolName):
+        operand = _operand(base, line)
+        if not isinstance(operand, Register | SymbolName):
             raise UnsupportedPtx(f"line {line}: address {text}")
-        return AddressOperand(found, int(offset, 0) if offset else 0)
+        return AddressOperand(operand, int(offset, 0) if offset else 0)
     if _REGISTER.match(text):
         return Register(text)
     if _SPECIAL.match(text):

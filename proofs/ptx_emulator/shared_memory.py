@@ -45,7 +45,7 @@ class SharedMemory:
         self.size = 0
 
     def begin(self, size: int) -> None:
-        """For the programs of the state, `size` bytes each."""
+        """Allocate `size` bytes for each program of the state."""
         state = self._state
         self.size, self._stride = size, -(-size // 16) * 16
         n = state.programs
@@ -240,7 +240,8 @@ class SharedMemory:
             self._reads = [reads for reads in self._reads if (reads.epoch == self._state.epoch).any()]
 
     def warp_barrier(self, mask: Array | None) -> None:
-        """What lanes of the executing warps touched in this epoch no longer conflicts with their own warp."""
+        """Order accesses by warp: what lanes of the executing warps touched in this epoch no longer conflicts with
+        their own warp."""
         self._gather_reads()
         lanes, base = self._state.lanes(mask), self._state.epoch * THREADS
         for shadow in (self._writer, self._reader):
@@ -291,7 +292,7 @@ class SharedMemory:
     # the asynchronous proxy of wgmma
 
     def fence_proxy(self, mask: Array | None) -> None:
-        """What is visible to the executing threads, or was written by them, becomes visible to wgmma."""
+        """Fence: what is visible to the executing threads, or was written by them, becomes visible to wgmma."""
         shape = (self._state.programs, self._n_cells)
         writer = self._writer.reshape(shape)
         everybody = self._state.lanes(mask)
@@ -336,7 +337,7 @@ class SharedMemory:
 
 
 def _synced(key: Array) -> Array:
-    """Of a thread's key, the key of its warp's lanes before their last bar.warp.sync."""
+    """Return, for a thread's key, the key of its warp's lanes before their last bar.warp.sync."""
     return key // THREADS * THREADS + SYNCED + key % THREADS // WARP
 
 

@@ -21,7 +21,7 @@ WARP = 32
 PARAMETER_BYTES = 8
 STORAGE = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 _POISON = {"pred": 0, "b16": 0x7FED, "b32": 0x7FEDBEEF, "b64": 0x7FEDBEEF7FEDBEEF}
-"""Of registers that nothing was written to: NaN as a float, far out of bounds as an address."""
+"""Content of registers that nothing was written to: NaN as a float, far out of bounds as an address."""
 
 
 class LaneState:
@@ -31,13 +31,13 @@ class LaneState:
         self.kernel, self.log = kernel, log
         self.values: list[Array] = []
         self.active: Array | None = None
-        """Which lanes execute the current block; None: all of them."""
+        """Mask of the lanes that execute the current block; None: all of them."""
         self.threads = kernel.threads
         self.warps = kernel.threads // WARP
         self.programs = 0
         self.grid = (1, 1, 1)
         self.program_ids: Array = np.zeros(0, np.int64)
-        """Of the programs of this batch, their numbers in the grid."""
+        """Numbers in the grid of the programs of this batch."""
         self.epoch: Array = np.zeros((0, 1), np.int64)
         """Barriers passed by each program, counted from 1: [programs, 1]."""
         self.thread: Array = np.arange(self.threads, dtype=np.int64)[None]

@@ -17,9 +17,9 @@ class ProductInFlight(NamedTuple):
     registers: frozenset[int]
     """Slots of its accumulators."""
     cells: list[Array]
-    """What it reads in shared memory."""
+    """Addresses that it reads in shared memory."""
     programs: Array
-    """Which programs issued it."""
+    """Mask of the programs that issued it."""
     group: Array
     """Number of groups that each program had committed before."""
 
@@ -87,7 +87,7 @@ class WgmmaGroups:
         return product.programs & (product.group >= self._completed)
 
     def _programs(self) -> Array:
-        """Which programs execute the current instruction."""
+        """Mask of the programs that execute the current instruction."""
         active = self._state.active
         if active is None:
             return np.ones(self._state.programs, np.bool_)

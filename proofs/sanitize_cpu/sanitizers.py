@@ -97,13 +97,13 @@ def _without_interpreter(report: Path) -> str:
 
 def _found(library: str) -> Path:
     compiler = shutil.which(build.COMPILERS[0])
-    found = "" if compiler is None else _output([compiler, f"-print-file-name={library}"])
-    if not Path(found).is_absolute():
+    path = "" if compiler is None else _output([compiler, f"-print-file-name={library}"])
+    if not Path(path).is_absolute():
         raise ConfigError(
             f"{library} was not found: the sanitizers need {build.COMPILERS[0]} and its runtime libraries. "
             f"Install it, e.g. apt-get install g++."
         )
-    return Path(found)
+    return Path(path)
 
 
 def _output(command: list[str]) -> str:

@@ -1,1 +1,1 @@
-"""What the gate installs: lock files with hashes, licences, and a software bill of materials (SBOM)."""
+"""Packages that the gate installs: lock files with hashes, licences, and a software bill of materials (SBOM)."""

@@ -41,7 +41,8 @@ _BEGINNINGS = {"Apache License Version 2.0": "Apache-2.0", "The MIT License (MIT
 
 
 def stated_licence(package: str) -> str:
-    """What an installed package states, as an SPDX expression where it gives one; empty if nothing is understood."""
+    """Return the licence that an installed package states, as an SPDX expression where it gives one; empty if nothing
+    is understood."""
     fields = metadata.metadata(package)
     if "License-Expression" in fields:
         return fields["License-Expression"]
@@ -67,11 +68,11 @@ def is_accepted(expression: str) -> bool:
 
 def problems() -> list[str]:
     """Installed packages of the gate's lock without an accepted licence."""
-    found = {name: stated_licence(name) for name in _installed()}
+    licences = {name: stated_licence(name) for name in _installed()}
     return [
         f"{name}: {licence or 'states no licence that is known'}. Replace the package, or name its licence in "
         f"{Path(__file__).relative_to(ROOT)}"
-        for name, licence in found.items()
+        for name, licence in licences.items()
         if not is_accepted(licence)
     ]
 
@@ -90,7 +91,7 @@ def page() -> str:
 
 
 def _installed() -> list[str]:
-    present = {normalized(found.metadata["Name"]) for found in metadata.distributions()}
+    present = {normalized(package.metadata["Name"]) for package in metadata.distributions()}
     return sorted(present & read_lock(GATE).keys())
 
 

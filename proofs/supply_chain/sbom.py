@@ -24,9 +24,9 @@ PROJECT = "nsa-train"
 
 
 def bill_of_materials(lock: dict[str, LockedPackage]) -> Bom:
-    """Of the installed packages among these, and of this project."""
+    """List the components: the installed packages among these, and this project."""
     ours = _component(PROJECT, metadata.version(PROJECT), ComponentType.APPLICATION)
-    installed = {normalized(found.metadata["Name"]): found for found in metadata.distributions()}
+    installed = {normalized(installation.metadata["Name"]): installation for installation in metadata.distributions()}
     components = {
         name: _component(name, installed[name].version, hashes=package.hashes)
         for name, package in lock.items()

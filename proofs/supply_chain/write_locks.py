@@ -59,14 +59,14 @@ def _uv_settings() -> dict[str, str]:
     for variable, key in _INDEX_SETTINGS.items():
         for section in (":env:", "global"):
             command = [sys.executable, "-m", "pip", "config", "get", f"{section}.{key}"]
-            found = subprocess.run(command, capture_output=True, text=True, check=False)
-            if found.returncode == 0:
-                settings.setdefault(variable, found.stdout.strip())
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                settings.setdefault(variable, done.stdout.strip())
     return settings
 
 
 def _lock_vllm() -> None:
-    """What pip would install into an environment on top of this one, as .ci/install-vllm makes it."""
+    """List what pip would install into an environment on top of this one, as .ci/install-vllm makes it."""
     print(f"{VLLM.relative_to(ROOT)} …", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         venv = Path(folder) / "venv"

@@ -31,12 +31,12 @@ SEED = 11
 
 
 class OneQuery(NamedTuple):
-    """What the reference computes for the query at position QUERY."""
+    """Results of the reference for the query at position QUERY."""
 
     mass: list[float]
     """Probability of each compressed entry that the query sees."""
     scores: list[float]
-    """Of each selection block, before blocks are forced."""
+    """Score of each selection block, before blocks are forced."""
     chosen: list[int]
 
 
@@ -79,7 +79,7 @@ LEFT, CELL = 150, 8.6
 
 def draw_one_query() -> str:
     """Four strips of the same tokens: all of them, and what each branch reads."""
-    g, found = SMALL, one_query()
+    g, scores = SMALL, one_query()
     sizes = f"l={g.l} d={g.d} l_sel={g.l_sel} n_sel={g.n_sel} w={g.w}"
     parts = [label(LEFT, 18, f"The query at position {QUERY} · {sizes}")]
 
@@ -103,12 +103,12 @@ def draw_one_query() -> str:
         x, width = LEFT + entry * g.d * CELL, g.l * CELL - 3
         parts.append(box(x, y + entry % 2 * 20, width, 16, COLOURS["compressed"], 0.85))
     y += 58
-    chosen = [t for t in range(QUERY + 1) if t // g.l_sel in found.chosen]
+    chosen = [t for t in range(QUERY + 1) if t // g.l_sel in scores.chosen]
     parts.append(label(LEFT - 14, y + 10, "selected", kind="t", anchor="end"))
     parts.append(label(LEFT - 14, y + 26, f"{g.n_sel} blocks, {len(chosen)} keys", kind="s", anchor="end"))
     parts += strip(y, dict.fromkeys(chosen, COLOURS["selected"]))
     own = QUERY // g.l_sel
-    for block in found.chosen:
+    for block in scores.chosen:
         reason = {0: "first", own: "own", own - 1: "before"}.get(block, "best")
         parts.append(label(LEFT + (block + 0.5) * g.l_sel * CELL, y + 36, reason, kind="s", anchor="middle"))
     y += 56
@@ -121,20 +121,20 @@ def draw_one_query() -> str:
 
 def draw_block_scores() -> str:
     """Bars of the entries' probabilities, and below them the bars of the blocks' scores."""
-    g, found = SMALL, one_query()
+    g, scores = SMALL, one_query()
     width, base, height = LEFT + N * CELL + 8, 130.0, 96.0
     parts = [label(LEFT, 18, f"Query {QUERY}: what the compressed branch attends to also ranks the blocks")]
     parts.append(label(LEFT - 14, base - 40, "probability", kind="t", anchor="end"))
     parts.append(label(LEFT - 14, base - 24, "of each entry", kind="s", anchor="end"))
     parts.append(f'<path class="axis" d="M{LEFT} {base}H{width - 8:.0f}"/>')
-    for entry, mass in enumerate(found.mass):
-        bar = mass / max(found.mass) * height
+    for entry, mass in enumerate(scores.mass):
+        bar = mass / max(scores.mass) * height
         centre = LEFT + (entry * g.d + g.l / 2) * CELL
         parts.append(box(centre - g.d * CELL / 2 + 3, base - bar, g.d * CELL - 6, bar, COLOURS["compressed"]))
     below = 306.0
-    weights = reference.overlap(len(found.mass), len(found.scores), g)
-    for entry in range(len(found.mass)):
-        for block in range(len(found.scores)):
+    weights = reference.overlap(len(scores.mass), len(scores.scores), g)
+    for entry in range(len(scores.mass)):
+        for block in range(len(scores.scores)):
             if strides := int(weights[entry, block]):
                 x_from = LEFT + (entry * g.d + g.l / 2) * CELL
                 x_to = LEFT + (block + 0.5) * g.l_sel * CELL
@@ -148,9 +148,9 @@ def draw_block_scores() -> str:
     parts.append(label(LEFT - 14, below - 24, "of each block", kind="s", anchor="end"))
     parts.append(f'<path class="axis" d="M{LEFT} {below}H{width - 8:.0f}"/>')
     own = QUERY // g.l_sel
-    for block, score in enumerate(found.scores):
-        bar = max(1.0, score / max(found.scores) * height)
-        taken = block in found.chosen
+    for block, score in enumerate(scores.scores):
+        bar = max(1.0, score / max(scores.scores) * height)
+        taken = block in scores.chosen
         x, fill = LEFT + block * g.l_sel * CELL + 4, COLOURS["selected"] if taken else GREY
         parts.append(box(x, below - bar, g.l_sel * CELL - 8, bar, fill, 1.0 if taken else 0.45))
         centre = x + g.l_sel * CELL / 2 - 4

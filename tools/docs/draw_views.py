@@ -62,10 +62,10 @@ def _run(text: str, style: Style, column: int, row: int) -> list[str]:
         if words.strip():
             left = len(words) - len(words.lstrip())
             x, y = MARGIN + (begin + left) * CELL_W, MARGIN + row * CELL_H + 13.5
-            kept = words.strip()
+            shown = words.strip()
             parts.append(
-                f'<text x="{x:.1f}" y="{y:.1f}" textLength="{len(kept) * CELL_W:.1f}" lengthAdjust="spacing" {look}>'
-                f"{escape(kept)}</text>"
+                f'<text x="{x:.1f}" y="{y:.1f}" textLength="{len(shown) * CELL_W:.1f}" lengthAdjust="spacing" {look}>'
+                f"{escape(shown)}</text>"
             )
         words, begin = "", place + 1
         if letter:

@@ -17,7 +17,7 @@ NOTE = "<!-- Written by `python -m tools.docs.regenerate`. -->"
 
 def commands_page() -> str:
     """Every command of `nsa` with its arguments and options, from typer's command tree."""
-    found = list(leaf_commands(typer.main.get_command(app), "nsa"))
+    leaves = list(leaf_commands(typer.main.get_command(app), "nsa"))
     lines = [
         "# Commands",
         "",
@@ -31,8 +31,8 @@ def commands_page() -> str:
         "| command | what it does |",
         "|---|---|",
     ]
-    lines += [f"| [`{name}`](#{name.replace(' ', '-')}) | {first_sentence(command.help)} |" for name, command in found]
-    for name, command in found:
+    lines += [f"| [`{name}`](#{name.replace(' ', '-')}) | {first_sentence(command.help)} |" for name, command in leaves]
+    for name, command in leaves:
         lines += ["", f"## {name}", "", *command_section(name, command)]
     return "\n".join(lines) + "\n"
 
@@ -67,7 +67,7 @@ def command_section(name: str, command: Any) -> Iterator[str]:
 
 
 def argument_word(argument: Any) -> str:
-    """As in a usage line: [NAME] if it may be missing, NAME… if it may be given several times."""
+    """Spell an argument as in a usage line: [NAME] if optional, NAME… if it may be given several times."""
     word = (argument.metavar or argument.name).upper().strip("[]")
     word += "…" if argument.nargs == -1 and not word.endswith(("…", "...")) else ""
     return word if argument.required else f"[{word}]"
@@ -88,7 +88,7 @@ def cell(text: str | None) -> str:
 
 
 def first_sentence(text: str | None) -> str:
-    """Of a help text: up to the first full stop or the end of its first paragraph."""
+    """Return a help text up to its first full stop or the end of its first paragraph."""
     paragraph = cell(inspect.cleandoc(text or "").split("\n\n")[0])
     return re.split(r"(?<=[.:;])\s", paragraph)[0].rstrip(".:;")
 

@@ -50,8 +50,8 @@ NEWCOMER_QUESTIONS = (
 def line_of_answer(docs: Path, question: NewcomerQuestion) -> int | None:
     """Number of the line that answers; None if the page does not have it."""
     lines = (docs / f"{question.page}.md").read_text(encoding="utf-8").splitlines()
-    found = (number for number, line in enumerate(lines, 1) if question.answer in line)
-    return next(found, None)
+    numbers = (number for number, line in enumerate(lines, 1) if question.answer in line)
+    return next(numbers, None)
 
 
 def read_index(site: Path) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def find_pages(index: dict[str, Any], query: str) -> list[str]:
     scorer = SCORER.read_text(encoding="utf-8")
     (boosts,) = re.findall(r"^  boosts: (\{.*\}),$", scorer, re.MULTILINE)
     (whole_title,) = re.findall(r"^  wholeTitle: (\d+),$", scorer, re.MULTILINE)
-    found = [
+    matches = [
         (score + _boost(page, json.loads(boosts)), title, page)
         for score, title, page in _results(index, query, int(whole_title))
     ]
-    ranked = sorted(found, key=lambda result: (-result[0], result[1].lower()))
+    ranked = sorted(matches, key=lambda result: (-result[0], result[1].lower()))
     return list(dict.fromkeys(page for _, _, page in ranked))
 
 
@@ -107,11 +107,11 @@ def _pages_with_all(index: dict[str, Any], words: set[str]) -> dict[int, int]:
         for table, exact, partial in (("terms", TERM, PARTIAL_TERM), ("titleterms", TITLE, PARTIAL_TITLE)):
             entries = index[table]
             if word in entries:
-                found = [(exact, entries[word])]
+                matches = [(exact, entries[word])]
             else:
-                found = [(partial, pages) for term, pages in entries.items() if len(word) > 2 and word in term]
-            for score, given in found:
-                for page in [given] if isinstance(given, int) else given:
+                matches = [(partial, pages) for term, pages in entries.items() if len(word) > 2 and word in term]
+            for score, match in matches:
+                for page in [match] if isinstance(match, int) else match:
                     scores.setdefault(page, {})[word] = score
     long_words = sum(len(word) > 2 for word in words)
     return {page: max(by_word.values()) for page, by_word in scores.items() if len(by_word) in (len(words), long_words)}
@@ -147,8 +147,8 @@ def main() -> None:
         print("\n".join(find_pages(index, words)[:10]))
         return
     for question in NEWCOMER_QUESTIONS:
-        found = find_pages(index, question.question)[:SHOWN]
-        print(f"{' ' if question.page in found else '✗'} {question.question}: {', '.join(found)}")
+        shown = find_pages(index, question.question)[:SHOWN]
+        print(f"{' ' if question.page in shown else '✗'} {question.question}: {', '.join(shown)}")
 
 
 if __name__ == "__main__":

@@ -93,8 +93,8 @@ class ChaosCluster:
         return next((child for child in descendants(pid) if _WORKER in _read(child, "cmdline")), None)
 
     def newest_checkpoint(self) -> Path | None:
-        found = (self.run_folder / names.CHECKPOINTS / names.LATEST).resolve()
-        return found if found.is_dir() else None
+        folder = (self.run_folder / names.CHECKPOINTS / names.LATEST).resolve()
+        return folder if folder.is_dir() else None
 
     def _found(self, place: int, words: str) -> Iterator[int]:
         """Processes below a launcher, itself included, with these words in their command line."""
@@ -114,12 +114,12 @@ def descendants(pid: int) -> list[int]:
         with suppress(OSError):
             fields = path.read_text().rpartition(")")[2].split()  # the name before it may contain spaces
             children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-    found, todo = [], [pid]
+    pids, todo = [], [pid]
     while todo:
         below = children.get(todo.pop(), [])
-        found += below
+        pids += below
         todo += below
-    return found
+    return pids
 
 
 def send(pid: int, number: signal.Signals) -> None:

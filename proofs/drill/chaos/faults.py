@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class FaultStage:
-    """What a fault needs: the run, its plan, and whether it has been reported."""
+    """Context of a fault: the run, its plan, and whether it has been reported."""
 
     def __init__(self, harness: DrillHarness, cluster: ChaosCluster, planned: PlannedFault) -> None:
         self.harness, self.cluster, self.planned = harness, cluster, planned
@@ -163,7 +163,8 @@ def _data_silent(stage: FaultStage) -> Iterator[None]:
 
 
 def _nan_gradient(stage: FaultStage) -> Iterator[None]:
-    """In one life of a process only: the run skips, rolls back and stops; resumed, it repeats the steps without NaN."""
+    """Make gradients NaN in one life of a process only: the run skips, rolls back and stops; resumed, it repeats the
+    steps without NaN."""
     command = CommandFile.write(stage.cluster.commands, stage.planned.number, stage.planned.victim, NAN)
     yield from stage.until("the first NaN", lambda: command.taken)
     stage.begin()

@@ -33,7 +33,7 @@ class Observation:
     that ended, `unreadable` for damaged records."""
     text: str
     step: int | None = None
-    """Of an event."""
+    """Step that an event names."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
@@ -56,7 +56,7 @@ class RunObserver:
         """Newest step of rank 0."""
         self.furthest_step = 0
         self.progressed_at = 0.0
-        """When a step was last seen."""
+        """Time at which a step was last seen."""
         self.repeated_steps = 0
 
     def update(self) -> None:

@@ -14,7 +14,7 @@ from proofs.drill.chaos.observations import RunObserver
 from proofs.drill.harness import DrillHarness, DrillProcess
 
 _ALL_STOP_S = 25.0
-"""How long the other launchers may take to end after a halt."""
+"""Seconds that the other launchers may take to end after a halt."""
 _WATCH_AGAIN_S = 4.0
 
 

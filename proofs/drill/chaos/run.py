@@ -44,7 +44,7 @@ _STUCK_S = 300.0
 
 @dataclass(frozen=True)
 class ChaosProgress:
-    """For the progress line."""
+    """Text of the progress line."""
 
     elapsed_s: float
     step: int
@@ -111,7 +111,7 @@ class ChaosDrill:
         )
 
     def _calm_run(self, services: ServiceControl) -> Path:
-        """The same run without faults, from the data's file, on one node."""
+        """Train without faults, from the data's file, on one node."""
         with DrillHarness(self._folder / "calm", self._stop_event) as harness:
             self._report(
                 ChaosProgress(0.0, 0, self._plan.steps, 0, len(self._plan.faults), None, "calm run, not paced")

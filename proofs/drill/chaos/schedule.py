@@ -35,7 +35,7 @@ class PlannedFault:
     """Rank or node."""
     variant: str = ""
     after_s: float | None = None
-    """Of the second of a pair: seconds after the first was reported, instead of a step."""
+    """Seconds after the first fault of a pair was reported, instead of a step, for its second."""
 
 
 @dataclass(frozen=True)

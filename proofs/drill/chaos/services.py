@@ -34,12 +34,12 @@ class ServiceControl:
 
     def addresses(self) -> tuple[str, str]:
         """URLs of the data and of the object store."""
-        found = json.loads((self.folder / _ADDRESSES).read_text(encoding="utf-8"))
-        return found["data"], found["store"]
+        content = json.loads((self.folder / _ADDRESSES).read_text(encoding="utf-8"))
+        return content["data"], content["store"]
 
     @property
     def data_file(self) -> Path:
-        """The same data as a file, for the calm run."""
+        """File with the same data, for the calm run."""
         return self.folder / NAME[1:]
 
     def set_mode(self, *, data: str = "", store_fails: bool = False) -> None:

@@ -32,7 +32,7 @@ class PlayedFault:
     at: float
     """Time of the injection."""
     restored_at: float | None = None
-    """When the fault itself was over."""
+    """Time at which the fault itself was over."""
     continued_at: float | None = None
     """First new step after that."""
     repeated_steps: int = 0
@@ -48,7 +48,7 @@ class PlayedFault:
 
 @dataclass(frozen=True)
 class ChaosOutcome:
-    """What the two runs left behind."""
+    """Artifacts of the two runs."""
 
     steps_missing: dict[int, list[int]]
     """Rank → steps without a record."""

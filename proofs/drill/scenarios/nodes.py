@@ -24,7 +24,7 @@ def node_restarted(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def rendezvous_host_restarted(harness: DrillHarness, result: DrillResult) -> None:
-    """The same with the node at which all others meet."""
+    """Restart the node at which all others meet."""
     _killed_and_back(harness, result, node=0)
 
 
@@ -34,7 +34,7 @@ def node_readdressed(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def rendezvous_host_readdressed(harness: DrillHarness, result: DrillResult) -> None:
-    """The same with the node at which all others meet."""
+    """Bring the node at which all others meet back with another address."""
     _killed_and_back(harness, result, node=0, address=_OTHER_ADDRESS)
 
 
@@ -56,7 +56,7 @@ def node_lost(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def node_rejoins(harness: DrillHarness, result: DrillResult) -> None:
-    """The same, but the node is back while the two others train: the run continues on three nodes."""
+    """Lose a node that is back while the two others train: the run continues on three nodes."""
     cluster = NodeCluster(harness, _ELASTIC, _REJOIN_STEPS)
     at, fewer = _without_last_node(cluster, result)
     node = cluster.nodes[2]

@@ -108,15 +108,15 @@ def healthy(harness: DrillHarness, result: DrillResult) -> None:
     saves = [event.step for event in artifacts.events(harness.run_folder, EventKind.SAVE)]
     result.require(any(step % _HEALTHY_SAVE_EVERY for step in saves), "USR2 left no checkpoint")
     result.require(watchdog.running or watchdog.wait() == 0, "the watchdog itself failed")
-    found = [str(event.details.get("condition")) for event in artifacts.findings(harness.run_folder)]
-    result.require_equal("findings", found, [])
+    conditions = [str(event.details.get("condition")) for event in artifacts.findings(harness.run_folder)]
+    result.require_equal("findings", conditions, [])
     result.require_equal("the anomaly file", artifacts.anomaly(harness.run_folder), "")
     result.require(not (harness.run_folder / names.HALT).exists(), "a halt file")
     slow = sum((beat.dt_fetch_s or 0) > 0.2 for beat in artifacts.beats(harness.run_folder))
     result.require(
         slow >= 5, f"only {slow} slow fetches: there was no noise, so the absence of findings proves nothing"
     )
-    result.detected_by = ", ".join(found) or "nothing, as required"
+    result.detected_by = ", ".join(conditions) or "nothing, as required"
     result.left_behind = (
         f"{len(artifacts.beats(harness.run_folder))} records, {slow} with a slow fetch, stacks, checkpoints"
     )

@@ -21,7 +21,7 @@ def sigterm_twice(harness: DrillHarness, result: DrillResult) -> None:
 
 
 def sighup(harness: DrillHarness, result: DrillResult) -> None:
-    """As from a terminal that is closed."""
+    """Send the signals of a terminal that is closed."""
     _stopped(harness, result, signal.SIGHUP)
 
 

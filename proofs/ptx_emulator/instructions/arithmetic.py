@@ -171,8 +171,8 @@ def lane_closure(
     bits = None if out_kind == "pred" else np.dtype(f"u{int(out_kind[1:]) // 8}")
 
     def result() -> Array:
-        found = compute(*(values[slot].view(t) for slot, t in zip(slots, types, strict=True)))
-        return found if bits is None else found.view(bits)
+        value = compute(*(values[slot].view(t) for slot, t in zip(slots, types, strict=True)))
+        return value if bits is None else value.view(bits)
 
     if at.guard is not None:
         mask = state.mask(at)
@@ -181,8 +181,8 @@ def lane_closure(
         (a, b), (type_a, type_b) = slots, types
 
         def run_two() -> None:
-            found = compute(values[a].view(type_a), values[b].view(type_b))
-            state.put(to, found if bits is None else found.view(bits))
+            result = compute(values[a].view(type_a), values[b].view(type_b))
+            state.put(to, result if bits is None else result.view(bits))
 
         return run_two
     return lambda: state.put(to, result())
@@ -215,13 +215,13 @@ def build_permute(state: LaneState, at: Instruction) -> Run:
 
     def permute(a: Array, b: Array) -> Array:
         pair = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        found = np.zeros_like(pair)
+        result = np.zeros_like(pair)
         for i, nibble in enumerate(chosen):
             byte = pair >> np.uint64(8 * (nibble & 7)) & np.uint64(0xFF)
             if nibble & 8:
                 byte = (byte >> np.uint64(7)) * np.uint64(0xFF)
-            found = found | byte << np.uint64(8 * i)
-        return found.astype(np.uint32)
+            result = result | byte << np.uint64(8 * i)
+        return result.astype(np.uint32)
 
     to = state.register(at.operands[0], "b32")
     slots = [state.source(operand, "b32") for operand in at.operands[1:3]]

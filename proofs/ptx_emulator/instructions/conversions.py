@@ -59,7 +59,8 @@ _CONVERSIONS: dict[str, tuple[Callable[..., Array], tuple[type[np.generic], ...]
 
 
 def _integer_conversions() -> None:
-    """To narrower ones the low bits, to wider ones by the sign of the source type. Bytes lie in wider registers."""
+    """Convert integers: narrower ones take the low bits, wider ones the sign of the source type. Bytes lie in wider
+    registers."""
     for to_letter, to_kind in (("s", "i"), ("u", "u")):
         for letter, kind in (("s", "i"), ("u", "u")):
             for to_bits in (16, 32, 64):
@@ -134,10 +135,10 @@ def _pack(state: LaneState, at: Instruction, to: int, source: VectorOperand, bit
     values, mask, wide = state.values, state.mask(at), np.dtype(f"u{bits // 8}")
 
     def run() -> None:
-        found = values[slots[0]].astype(wide)
+        result = values[slots[0]].astype(wide)
         for i, slot in enumerate(slots[1:], 1):
-            found = found | values[slot].astype(wide) << wide.type(i * part)
-        state.put_where(to, found, mask())
+            result = result | values[slot].astype(wide) << wide.type(i * part)
+        state.put_where(to, result, mask())
 
     return run
 

@@ -83,11 +83,11 @@ def build_mma(unit: ExecutionUnit, at: Instruction) -> Run:
         left = cache.get(f"a {dtype}", a, lambda registers: a_fragment(registers, dtype))
         right = cache.get(f"b {dtype}", b, lambda registers: b_fragment(registers, dtype))
         total = np.matmul(left, right) + cache.get("c", c, c_matrix)
-        made = c_registers(total)
-        for slot, value in zip(d, made, strict=True):
+        results = c_registers(total)
+        for slot, value in zip(d, results, strict=True):
             state.put_where(slot, value, chosen)
         if chosen is None:
-            cache.put("c", made, total)
+            cache.put("c", results, total)
 
     return run
 
@@ -102,11 +102,11 @@ def build_matrix_load(unit: ExecutionUnit, at: Instruction) -> Run:
         state.whole_warps(at, chosen)
         rows = _row_lanes(unit, address(), n)
         row_mask = None if chosen is None else _row_lanes(unit, chosen, n)
-        found = unit.shared.load(at, rows, row_mask, 16, thread).view(np.uint16)
-        found = found.reshape(state.programs, state.warps, n, 8, 8)
+        loaded = unit.shared.load(at, rows, row_mask, 16, thread).view(np.uint16)
+        loaded = loaded.reshape(state.programs, state.warps, n, 8, 8)
         if transposed:
-            found = found.swapaxes(-1, -2)
-        words = np.ascontiguousarray(found.transpose(2, 0, 1, 3, 4)).view(np.uint32)
+            loaded = loaded.swapaxes(-1, -2)
+        words = np.ascontiguousarray(loaded.transpose(2, 0, 1, 3, 4)).view(np.uint32)
         for slot, value in zip(targets, words.reshape(n, state.programs, -1), strict=True):
             state.put_where(slot, value, chosen)
 
@@ -133,7 +133,8 @@ def build_matrix_store(unit: ExecutionUnit, at: Instruction) -> Run:
 
 
 def _matrices(unit: ExecutionUnit, at: Instruction, registers: Operand) -> tuple[int, bool, list[int], Array]:
-    """Of ldmatrix and stmatrix: number of matrices, whether transposed, register slots, threads that give addresses."""
+    """Operands of ldmatrix and stmatrix: number of matrices, whether transposed, register slots, threads that give
+    addresses."""
     match, state = _MATRIX.fullmatch(at.opcode), unit.state
     assert match is not None
     n, transposed = int(match.group(2)), bool(match.group(3))
@@ -144,7 +145,7 @@ def _matrices(unit: ExecutionUnit, at: Instruction, registers: Operand) -> tuple
 
 
 def _row_lanes(unit: ExecutionUnit, value: Array, n: int) -> Array:
-    """Of the lanes that give addresses: [programs, warps · 8 · n]."""
+    """Addresses of the lanes that give them: [programs, warps · 8 · n]."""
     return unit.state.by_warp(value)[:, :, : 8 * n].reshape(unit.state.programs, -1)
 
 

@@ -57,9 +57,9 @@ def build_load(unit: ExecutionUnit, at: Instruction) -> Run:
 
     def run() -> None:
         chosen = mask()
-        found = load(at, address(), chosen, count * size).view(read)
+        loaded = load(at, address(), chosen, count * size).view(read)
         for i, ((target, _), kind) in enumerate(zip(targets, kinds, strict=True)):
-            state.put_where(target, found[..., i].astype(kind), chosen)
+            state.put_where(target, loaded[..., i].astype(kind), chosen)
 
     return run
 

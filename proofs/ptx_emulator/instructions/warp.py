@@ -76,8 +76,8 @@ def build_reduction(unit: ExecutionUnit, at: Instruction) -> Run:
         if (partial if chosen is None else partial & chosen).any():
             raise UnsupportedPtx(f"{at.text}: of some lanes only")
         lanes = state.by_warp(values[slot]).view(view)
-        found = np.repeat(reduce(lanes, axis=-1, dtype=view), WARP, 1).view(np.uint32)
-        state.put_where(target, found, chosen)
+        result = np.repeat(reduce(lanes, axis=-1, dtype=view), WARP, 1).view(np.uint32)
+        state.put_where(target, result, chosen)
 
     return run
 
@@ -94,10 +94,10 @@ def build_vote(unit: ExecutionUnit, at: Instruction) -> Run:
         state.whole_warps(at, chosen)
         lanes = state.by_warp(values[slot])
         if mode == "ballot":
-            found = (lanes.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(-1).astype(np.uint32)
+            result = (lanes.astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(-1).astype(np.uint32)
         else:
-            found = lanes.any(-1) if mode == "any" else lanes.all(-1)
-        state.put_where(target, np.repeat(found, WARP, 1), chosen)
+            result = lanes.any(-1) if mode == "any" else lanes.all(-1)
+        state.put_where(target, np.repeat(result, WARP, 1), chosen)
 
     return run
 

@@ -33,7 +33,7 @@ class MatrixDescriptor(NamedTuple):
         return cls((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, bits >> 62)
 
     def chunk_addresses(self, rows: int, chunks: int, across: bool) -> Array:
-        """Of 16-byte chunks, [rows, chunks], relative to `start`, before the swizzle.
+        """Offsets of 16-byte chunks, [rows, chunks], relative to `start`, before the swizzle.
 
         K is contiguous: rows are M or N, chunks 8 elements of K. `across`: rows are K, chunks 8 elements of M or N.
         """

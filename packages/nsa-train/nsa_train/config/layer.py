@@ -86,7 +86,7 @@ def _sections_listed() -> str:
 
 
 def _unknown(key: str) -> str:
-    """Why a key is unknown and which one was probably meant: the same name elsewhere first, then a similar name."""
+    """Explain why a key is unknown; suggest the same name in another section, else a similar name."""
     section, _, name = key.rpartition(".")
     if key in sections():
         return f"{key} is a section, not a setting. Set its keys one by one, e.g. {_keys_of(key)[0]}."

@@ -35,7 +35,7 @@ _NAMES = OptionNames(
         "layers": "model.attention",
     }
 )
-"""How messages about the attention and the layers spell its options: as settings."""
+"""Options of the attention and the layers, spelled as settings in messages."""
 
 
 def attention_of(*sections: Any) -> AttentionConfig:

@@ -34,7 +34,7 @@ _FinishReason = Literal["end", "stop", "length", "interrupted"]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are chosen. The default samples, because the likeliest tokens of a small model repeat themselves."""
+    """Settings of generation. The default samples, because the likeliest tokens of a small model repeat themselves."""
 
     max_new_tokens: int = 200
     temperature: float = 0.8

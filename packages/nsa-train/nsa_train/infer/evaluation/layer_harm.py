@@ -1,4 +1,4 @@
-"""Which sparse layers of a converted model cost the most: each layer's own harm, and the layers worth keeping dense.
+"""Divergence that each sparse layer of a converted model causes, and the layers worth keeping dense.
 
 Layers are exchanged between a model and its dense reference, one at a time, and the distributions over the next token
 are compared with those of the reference: KL(reference ‖ variant), mean over the tokens of held-out rows.
@@ -149,7 +149,7 @@ class _Divergence:
 
 
 def passes_over_rows(model: NSAForCausalLM, reference: NSAForCausalLM) -> int:
-    """How often `harmful_layers` calls `after_pass`."""
+    """Count the calls of `after_pass` by `harmful_layers`."""
     pairs = zip(model.config.layer_kinds(), reference.config.layer_kinds(), strict=False)
     return 2 + 2 * sum(own != other for own, other in pairs)
 
