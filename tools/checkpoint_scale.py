@@ -1,10 +1,9 @@
 """Checkpoints at size, measured and simulated: `python -m tools.checkpoint_scale WHAT`; times in CPU seconds.
 
-save   four gloo ranks write a checkpoint with the engine's writer and planner and with ours: bytes by rank, time that
-       rank 0 needs to hash
+save   four gloo ranks write a checkpoint: bytes by rank, time that rank 0 needs to hash
 load   two ranks save, eight load: bytes read by all ranks, over the bytes they need
 reads  no tensors: bytes that larger worlds read of a model saved on 8 shards, over the bytes they need
-plan   no tensors: index and planning time of 7B and 70B models on 1,024 ranks, with DCP's planner and with ours
+plan   no tensors: index and planning time of 7B and 70B models on 1,024 ranks
 """
 
 import argparse
@@ -23,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -96,43 +94,32 @@ def _state(world: int, layout: tuple[tuple[int, ...], tuple[Any, ...]], megabyte
     return {"model": state}
 
 
-def _save(rank: int, world: int, folder: Path, layout: Any, megabytes: int, ours: bool) -> dict[str, Any]:
+def _save(rank: int, world: int, folder: Path, layout: Any, megabytes: int) -> dict[str, Any]:
     staging = CheckpointFolder(folder).staging(1)
     state = _state(world, layout, megabytes)
-    if ours:
-        writer: Any = HashingWriter(staging)
-        planner: Any = SharedSavePlanner()
-    else:
-        from olmo_core.distributed.checkpoint.filesystem import RemoteFileSystemWriter
-
-        writer = RemoteFileSystemWriter(names.tensors_of(staging), thread_count=4)
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    writer = HashingWriter(staging)
     started = time.process_time()
-    dist_cp.save(state, storage_writer=writer, planner=planner)
+    dist_cp.save(state, storage_writer=writer, planner=SharedSavePlanner())
     written_s = time.process_time() - started
     answer: dict[str, Any] = {"write_s": written_s}
     if rank == 0:
         started = time.process_time()
-        build_manifest(LocalFiles(staging), 1, "now", hashed=writer.hashes if ours else None)
+        build_manifest(LocalFiles(staging), 1, "now", hashed=writer.hashes)
         answer["hash_s"] = time.process_time() - started
-        CheckpointFolder(folder).commit(1, hashed=writer.hashes if ours else None)
+        CheckpointFolder(folder).commit(1, hashed=writer.hashes)
     return answer
 
 
 def save(megabytes: int) -> None:
-    print(f"{'layout':<10} {'':<7} {'MB written by each rank':<34} {'write':>8} {'hash on rank 0':>16}")
+    print(f"{'layout':<10} {'MB written by each rank':<34} {'write':>8} {'hash on rank 0':>16}")
     for name, layout in LAYOUTS.items():
         world = math.prod(layout[0])
-        for ours in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                answers = in_ranks(world, _save, Path(folder), layout, megabytes, ours)
-                sizes = _bytes_by_rank(Path(folder) / names.step_name(1), world)
-            written = "  ".join(f"{size / 1e6:6.1f}" for size in sizes)
-            seconds = max(answer["write_s"] for answer in answers)
-            print(
-                f"{name:<10} {'after' if ours else 'before':<7} {written:<34} {seconds:>6.2f} s "
-                f"{answers[0]['hash_s'] * 1000:>12.1f} ms"
-            )
+        with tempfile.TemporaryDirectory() as folder:
+            answers = in_ranks(world, _save, Path(folder), layout, megabytes)
+            sizes = _bytes_by_rank(Path(folder) / names.step_name(1), world)
+        written = "  ".join(f"{size / 1e6:6.1f}" for size in sizes)
+        seconds = max(answer["write_s"] for answer in answers)
+        print(f"{name:<10} {written:<34} {seconds:>6.2f} s {answers[0]['hash_s'] * 1000:>12.1f} ms")
 
 
 def _bytes_by_rank(checkpoint: Path, world: int) -> list[int]:
@@ -154,15 +141,14 @@ def _load(rank: int, world: int, folder: Path, megabytes: int) -> tuple[int, int
 
 
 def load(megabytes: int, saved_on: int, loaded_on: int) -> None:
-    for ours in (False, True):
-        with tempfile.TemporaryDirectory() as folder:
-            in_ranks(saved_on, _save, Path(folder), ((saved_on,), (Shard(0),)), megabytes, ours)
-            answers = in_ranks(loaded_on, _load, Path(folder), megabytes)
-        read, needed = (sum(answer[part] for answer in answers) for part in (0, 1))
-        print(
-            f"{'after' if ours else 'before'}: saved on {saved_on}, loaded on {loaded_on}: read {read / 1e6:.0f} MB "
-            f"for {needed / 1e6:.0f} MB of tensors, {read / needed:.2f} times"
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        in_ranks(saved_on, _save, Path(folder), ((saved_on,), (Shard(0),)), megabytes)
+        answers = in_ranks(loaded_on, _load, Path(folder), megabytes)
+    read, needed = (sum(answer[part] for answer in answers) for part in (0, 1))
+    print(
+        f"saved on {saved_on}, loaded on {loaded_on}: read {read / 1e6:.0f} MB for {needed / 1e6:.0f} MB of tensors, "
+        f"{read / needed:.2f} times"
+    )
 
 
 # Simulated worlds.
@@ -210,7 +196,8 @@ def _shard(shape: tuple[int, ...], rank: int, shards: int) -> tuple[tuple[int, .
     return (start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:])
 
 
-def simulate_ours(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int) -> dict[str, float]:
+def simulate(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int) -> dict[str, float]:
+    """Plan, merge and index a save on `shards` times `replicas` ranks."""
     table = TensorTable(
         [PlannedTensor(name, shape, FP32) for name, shape in shapes.items()], [], {n: (n,) for n in shapes}
     )
@@ -251,52 +238,6 @@ def simulate_ours(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int
     )
 
 
-def _piece_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None
-    return 4 * math.prod(item.tensor_data.chunk.sizes)
-
-
-def simulate_engine(shapes: dict[str, tuple[int, ...]], shards: int, replicas: int) -> dict[str, float]:
-    """DCP's default planner as the engine sets it, and its index."""
-    sent = []
-    paths = {name: (name,) for name in shapes}
-    for shard in range(shards):
-        items = []
-        for name, shape in shapes.items():
-            offsets, sizes = (torch.Size(part) for part in _shard(shape, shard, shards))
-            chunk = ChunkStorageMetadata(offsets, sizes)
-            data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(shape))
-            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
-        sent.append(pickle.dumps(SavePlan(items, planner_data=paths)))
-    started = time.process_time()
-    plans = [pickle.loads(plan) for _ in range(replicas) for plan in sent]
-    unpickled = time.process_time()
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    planned, index = planner.create_global_plan(plans)
-    merged = time.process_time()
-    largest = max(sum(map(_piece_bytes, plan.items)) for plan in planned)
-
-    def write(folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-        index.storage_data = {
-            item.index: _StorageInfo(f"__{rank}_0{names.TENSOR_FILES}", 0, _piece_bytes(item))
-            for rank, plan in enumerate(planned)
-            for item in plan.items
-        }
-        with (folder / names.TENSOR_INDEX).open("wb") as file:
-            pickle.dump(index, file)
-
-    return _index_figures(
-        write,
-        items=len(plans) * len(shapes),
-        sent_mb=sum(map(len, sent)) * replicas / 1e6,
-        unpickle_s=unpickled - started,
-        plan_s=merged - unpickled,
-        largest_mb=largest / 1e6,
-    )
-
-
 def _index_figures(write: Callable[[Path], object], **figures: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
@@ -304,20 +245,14 @@ def _index_figures(write: Callable[[Path], object], **figures: float) -> dict[st
         written = time.process_time()
         path = max(Path(folder).iterdir())  # the JSON, if there is one
         raw = path.read_bytes()
-        sizes = {f"__{rank}_0{names.TENSOR_FILES}": 1 << 60 for rank in range(2048)}
-        try:
-            parse_index(raw, sizes, path)
-        except Exception as error:  # noqa: BLE001 - the engine's simulated index has no offsets
-            print(f"  (not read: {str(error)[:100]})")
+        parse_index(raw, {f"__{rank}_0{names.TENSOR_FILES}": 1 << 60 for rank in range(2048)}, path)
         read = time.process_time()
     return {**figures, "index_mb": len(raw) / 1e6, "write_s": written - started, "read_s": read - written}
 
 
-def _layout(
-    shapes: dict[str, tuple[int, ...]], shard: int, shards: int, ours: bool
-) -> list[list[tuple[int, int, int]]]:
+def _layout(shapes: dict[str, tuple[int, ...]], shard: int, shards: int) -> list[list[tuple[int, int, int]]]:
     """First row, one past the last and first byte in the file of the pieces of each tensor, in one file of a shard."""
-    wanted = piece_bytes(sum(4 * math.prod(shape) for shape in shapes.values())) if ours else 1 << 60
+    wanted = piece_bytes(sum(4 * math.prod(shape) for shape in shapes.values()))
     chunks = sorted(
         (position, number, offsets[0], sizes)
         for number, shape in enumerate(shapes.values())
@@ -348,38 +283,32 @@ def _read_bytes(shapes: dict[str, tuple[int, ...]], files: list[Any], rank: int,
 
 
 def reads(models: list[str], saved_on: int, worlds: tuple[int, ...] = (8, 64, 512, 1024), sample: int = 16) -> None:
-    print(f"{'model':<6} {'saved on':>8} {'loaded on':>9} {'before':>8} {'after':>8}   times the bytes needed")
+    print(f"{'model':<6} {'saved on':>8} {'loaded on':>9} {'read':>8} times the bytes needed")
     for model in models:
         shapes = state_shapes(model)
-        layouts = [[_layout(shapes, shard, saved_on, ours) for shard in range(saved_on)] for ours in (False, True)]
+        files = [_layout(shapes, shard, saved_on) for shard in range(saved_on)]
         for world in worlds:
             ranks = range(0, world, max(1, world // sample))
-            ratios = []
-            for files in layouts:
-                read, needed = (
-                    sum(part) for part in zip(*(_read_bytes(shapes, files, rank, world) for rank in ranks), strict=True)
-                )
-                ratios.append(read / needed)
-            print(f"{model:<6} {saved_on:>8} {world:>9} {ratios[0]:>8.2f} {ratios[1]:>8.2f}", flush=True)
+            read, needed = (
+                sum(part) for part in zip(*(_read_bytes(shapes, files, rank, world) for rank in ranks), strict=True)
+            )
+            print(f"{model:<6} {saved_on:>8} {world:>9} {read / needed:>8.2f}", flush=True)
 
 
 COLUMNS = ("items", "sent_mb", "unpickle_s", "plan_s", "index_mb", "write_s", "read_s", "largest_mb")
 
 
-def plan(models: list[str], layouts: list[str], before: bool, as_json: bool) -> None:
-    print(f"{'model':<6} {'layout':<12} {'':<7}" + "".join(f"{name:>12}" for name in COLUMNS))
+def plan(models: list[str], layouts: list[str], as_json: bool) -> None:
+    print(f"{'model':<6} {'layout':<12}" + "".join(f"{name:>12}" for name in COLUMNS))
     for model in models:
         shapes = state_shapes(model)
         for layout in layouts:
             shards, replicas = (int(number) for number in layout.split("x"))
-            for name, simulate in (("before", simulate_engine), ("after", simulate_ours)):
-                if name == "before" and not before:
-                    continue
-                figures = mp.get_context("fork").Pool(1).apply(simulate, (shapes, shards, replicas))
-                row = "".join(f"{figures[column]:>12,.{0 if column == 'items' else 1}f}" for column in COLUMNS)
-                print(f"{model:<6} {layout:<12} {name:<7}{row}", flush=True)
-                if as_json:
-                    print(json.dumps({"model": model, "layout": layout, "when": name, **figures}))
+            figures = mp.get_context("fork").Pool(1).apply(simulate, (shapes, shards, replicas))
+            row = "".join(f"{figures[column]:>12,.{0 if column == 'items' else 1}f}" for column in COLUMNS)
+            print(f"{model:<6} {layout:<12}{row}", flush=True)
+            if as_json:
+                print(json.dumps({"model": model, "layout": layout, **figures}))
 
 
 def main() -> None:
@@ -390,7 +319,6 @@ def main() -> None:
     parser.add_argument("--loaded-on", type=int, default=8)
     parser.add_argument("--models", nargs="+", default=["7B"], choices=sorted(MODELS))
     parser.add_argument("--layouts", nargs="+", default=["8x1", "1024x1", "8x128"], help="shards x replicas")
-    parser.add_argument("--no-before", action="store_true", help="leave out the engine's planner")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     if arguments.what == "save":
@@ -400,7 +328,7 @@ def main() -> None:
     elif arguments.what == "reads":
         reads(arguments.models, 8)
     else:
-        plan(arguments.models, arguments.layouts, not arguments.no_before, arguments.json)
+        plan(arguments.models, arguments.layouts, arguments.json)
     print(f"peak memory of a process: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
 
 
