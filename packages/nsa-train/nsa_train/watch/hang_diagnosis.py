@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ _STATES = {
 _CLOCK_TICK_NS = 20_000_000  # file times are those of the kernel's last tick
 
 
-def diagnose_hang(
-    folder: Path, logs: Iterable[RankLog], wait_s: float = 5.0, sleep: Callable[[float], None] = time.sleep
-) -> Iterator[str]:
+def diagnose_hang(folder: Path, logs: Iterable[RankLog], wait_s: float = 5.0) -> Iterator[str]:
     """Request the dumps of these ranks, wait `wait_s` for all together, and yield log lines about the result."""
     requested: dict[int, tuple[int, int]] = {}
     began = time.time_ns()
@@ -43,7 +41,7 @@ def diagnose_hang(
         size = dump.stat().st_size
         if _send(pid, signal.SIGUSR1):
             requested[rank] = (pid, size)
-    silent = _wait(folder, requested, wait_s, sleep)
+    silent = _wait(folder, requested, wait_s)
     for rank, (pid, _) in requested.items():
         if rank in silent:
             yield f"rank {rank}: process {pid} wrote no stack dump; its state: {_state_of(pid)}"
@@ -55,9 +53,7 @@ def diagnose_hang(
     yield from ranks_behind(traces)
 
 
-def _wait(
-    folder: Path, requested: Mapping[int, tuple[int, int]], left_s: float, sleep: Callable[[float], None]
-) -> set[int]:
+def _wait(folder: Path, requested: Mapping[int, tuple[int, int]], left_s: float) -> set[int]:
     """Ranks without a stack dump when the time is up."""
     while True:
         sizes = {rank: _size(folder / names.stackdump(rank, pid)) for rank, (pid, _) in requested.items()}
@@ -65,9 +61,9 @@ def _wait(
         if not silent or left_s <= 0:
             break
         left_s -= _POLL_S
-        sleep(_POLL_S)
+        time.sleep(_POLL_S)
     if requested:
-        sleep(10 * _POLL_S)  # the collectives are written shortly after the stacks
+        time.sleep(10 * _POLL_S)  # the collectives are written shortly after the stacks
     return silent
 
 
