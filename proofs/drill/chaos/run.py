@@ -226,7 +226,7 @@ class _ChaosPlay:
 
     def _tell(self, news: str) -> None:
         self._reported = time.monotonic()
-        wall = take_snapshot(self._cluster.run_folder).wall if self.observer.step else None
+        wall = take_snapshot(self._cluster.run_folder).summary.wall if self.observer.step else None
         goodput = wall.share(TimeCause.PRODUCTIVE) if wall is not None else None
         elapsed = time.monotonic() - self._began
         done, planned = len(self.played), len(self._plan.faults)

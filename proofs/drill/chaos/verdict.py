@@ -132,7 +132,7 @@ def read_outcome(plan: ChaosPlan, run_folder: Path, calm: Path) -> ChaosOutcome:
     steps = range(1, plan.steps + 1)
     recorded = {rank: {beat.step for beat in artifacts.beats(run_folder, rank)} for rank in range(RANKS)}
     ours, theirs = artifacts.step_history(run_folder), artifacts.step_history(calm)
-    wall = take_snapshot(run_folder).wall
+    wall = take_snapshot(run_folder).summary.wall
     return ChaosOutcome(
         steps_missing={rank: [step for step in steps if step not in found] for rank, found in recorded.items()},
         same_weights=artifacts.same_weights(run_folder, calm),

@@ -14,9 +14,9 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.record.events import EventKind
 from nsa_train.record.run_data import RunData
-from nsa_train.watch.view.measured_goodput import TimeCause, goodput
+from nsa_train.watch.view.measured_goodput import TimeCause
 from nsa_train.watch.view.run_report import render
-from nsa_train.watch.view.summary import RunSnapshot, take_snapshot
+from nsa_train.watch.view.summary import RunSnapshot, summarize, take_snapshot
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run, progress
 from tests.nsa_train.record.written import CONFIG, write_run
 from tests.nsa_train.watch.view.test_monitor_frame import CASES, START, healthy, not_finite, restarted
@@ -162,7 +162,7 @@ def long_run(records: int) -> RunData:
 
 def check_long(run: RunData, seconds: float) -> None:
     began = time.process_time()
-    text = render(RunSnapshot(run, "running", [], goodput(run.lead, []), BEGAN + len(run.lead)))
+    text = render(RunSnapshot(run, summarize(run), "running", [], BEGAN + len(run.lead)))
     assert time.process_time() - began < seconds
     assert len(text.encode()) < 2 * 2**20
     assert "77.00" in text  # the one record that was high

@@ -17,7 +17,6 @@ from nsa_train.record.run_data import RunData
 from nsa_train.terminal_text import duration
 from nsa_train.watch.conditions import AlertLevel, HealthLimits
 from nsa_train.watch.status import describe_findings
-from nsa_train.watch.trends import smoothed_last
 from nsa_train.watch.view.formatting import (
     EVENT_MARKS,
     PLACED_METRICS,
@@ -33,7 +32,6 @@ from nsa_train.watch.view.formatting import (
     plain,
     share,
 )
-from nsa_train.watch.view.measured_goodput import TimeCause
 from nsa_train.watch.view.summary import RunSnapshot
 from nsa_train.watch.view.terminal_plot import QUIET, PlotCurve, beside, braille_plot, ends, fit, level, line, title
 
@@ -48,7 +46,7 @@ def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
     plan = _plan(snapshot, height)
     left = (width - 2) // 2
     lines = [_header(snapshot, width), _facts(snapshot, width)]
-    lines += _charts(snapshot.run, width, plan.charts, plan.two_rows)
+    lines += _charts(snapshot, width, plan.charts, plan.two_rows)
     gates, figures = _gates(snapshot.run, left, plan.gates), _figures(snapshot.run, width - 2 - left, plan.two_rows)
     lines += beside(gates, figures, left)
     lines += _findings(snapshot, width, plan.findings)
@@ -102,13 +100,12 @@ def _pace(run: RunData) -> float | None:
 
 def _facts(snapshot: RunSnapshot, width: int) -> Text:
     """As many facts as fit into the line, the most important first."""
-    run, lead, wall = snapshot.run, snapshot.run.lead, snapshot.wall
-    restarts = sum(event.kind == EventKind.RESTART for event in run.events)
+    run, lead, summary, wall = snapshot.run, snapshot.run.lead, snapshot.summary, snapshot.summary.wall
     saves = [event for event in run.events if event.kind == EventKind.SAVE]
-    facts = [f"{restarts} restart{'' if restarts == 1 else 's'}"]
+    facts = [f"{summary.restarts} restart{'' if summary.restarts == 1 else 's'}"]
     facts.append(f"checkpoint at {saves[-1].step:,}" if saves else "no checkpoint yet")
     if wall is not None and wall.total > 0:
-        facts = [duration(wall.total), f"goodput {share(wall.share(TimeCause.PRODUCTIVE))}", *facts]
+        facts = [duration(wall.total), f"goodput {share(summary.goodput)}", *facts]
     if snapshot.state not in _ENDED and lead.last:
         age = max(0.0, snapshot.now - lead.last["ts"])
         facts.insert(0, f"heartbeat {duration(age) if age >= 10 else f'{age:.0f} s'} ago")
@@ -116,18 +113,19 @@ def _facts(snapshot: RunSnapshot, width: int) -> Text:
         facts.insert(0, f".HALT: {plain(run.halt.reason, 40)}")
     if unreadable := run.unreadable.total():
         facts.append(f"{unreadable} unreadable record{'' if unreadable == 1 else 's'}")
-    if tokens := lead.last_progress.get("tokens_seen"):
-        facts.append(f"{count(tokens)} tokens")
+    if summary.tokens > 0:
+        facts.append(f"{count(summary.tokens)} tokens")
     words = facts[0]
     for fact in facts[1:]:
         words += f" · {fact}" if len(words) + len(fact) + 3 <= width else ""
     return line((words, QUIET))
 
 
-def _charts(run: RunData, width: int, height: int, two_rows: bool) -> list[Text]:
+def _charts(snapshot: RunSnapshot, width: int, height: int, two_rows: bool) -> list[Text]:
+    run = snapshot.run
     left = (width - 2) // 2
     right = width - 2 - left
-    lines = beside(_loss(run, left, height), _metric_plot(run, "toks_per_s", "tokens/s", right, height), left)
+    lines = beside(_loss(snapshot, left, height), _metric_plot(run, "toks_per_s", "tokens/s", right, height), left)
     if two_rows:
         name, where = ("gpu_mem_reserved", "reserved on the GPU") if run.uses_gpu else ("host_mem_rss", "on the host")
         grad_norm = _metric_plot(run, "grad_norm", "before clipping", left, height)
@@ -153,13 +151,13 @@ def _plot(
     return braille_plot([curve], width, height, points=points, restarts=restarts, from_zero=from_zero, x_range=x_range)
 
 
-def _loss(run: RunData, width: int, height: int) -> list[Text]:
-    evaluations = run.counted_evaluations()
-    loss, n = smoothed_last([value for value in run.lead.counted("loss") if not math.isnan(value)])
+def _loss(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
+    run, summary = snapshot.run, snapshot.summary
+    evaluations, loss, n = run.counted_evaluations(), summary.loss, summary.loss_records
     about = line((number(loss), "bold cyan" if math.isfinite(loss) else "bold red"))
     about.append(f" avg {n}" if math.isfinite(loss) and n > 1 else " nats" if math.isfinite(loss) else "", QUIET)
     if evaluations:
-        held_out, accuracy = number(evaluations[-1].val_loss), accuracy_text(evaluations[-1].val_accuracy)
+        held_out, accuracy = number(summary.held_out), accuracy_text(summary.held_out_accuracy)
         if about.cell_len + len(f"loss  · o {held_out} held out{accuracy} ") > width:
             accuracy = ""
         about.append_text(line((" · o ", QUIET), (held_out, "bold magenta"), (f" held out{accuracy}", QUIET)))

@@ -29,7 +29,7 @@ from nsa_train.watch.view.formatting import (
 from nsa_train.watch.view.html_page import SafeHtml, chart_figure, filter_field, page, section, table, tiles
 from nsa_train.watch.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause
 from nsa_train.watch.view.run_charts import charts, compared_charts, gate_pictures, timeline
-from nsa_train.watch.view.summary import RunSnapshot, RunSummary, differing_settings, figures, run_labels, summarize
+from nsa_train.watch.view.summary import RunSnapshot, differing_settings, figures, run_labels, summarize
 
 _SWATCHES = {
     TimeCause.PRODUCTIVE: "s-good", TimeCause.LOST: "s-waste1", TimeCause.SKIPPED: "s-waste2", TimeCause.DATA: "s-data",
@@ -46,21 +46,21 @@ _LEGEND = (
 
 
 def render(snapshot: RunSnapshot) -> str:
-    run, summary = snapshot.run, summarize(snapshot.run)
+    run, wall = snapshot.run, snapshot.summary.wall
     sections = (
         ("Curves", "curves", f'<p class="quiet">{_LEGEND}</p>',
          '<div class="charts">', *(chart_figure(chart) for chart in charts(run)), "</div>"),
         ("Evaluations", names.EVALUATIONS, evaluation_section(run.model_evaluations)),
         ("Gates by layer over time", "gates", _gates(run)),
-        ("Timeline", "timeline", _timeline(run, snapshot.wall)),
-        ("Goodput", "goodput", _goodput(snapshot.wall)),
+        ("Timeline", "timeline", _timeline(run, wall)),
+        ("Goodput", "goodput", _goodput(wall)),
         ("Findings", "findings", _findings(snapshot)),
         ("Events", "events", _events(run.events)),
         ("Configuration", "configuration", _config(run)),
         ("Environment", "environment", _environment(run)),
     )  # fmt: skip
     links = "".join(f'<a href="#{anchor}">{anchor}</a>' for _, anchor, *_ in sections)
-    body = [_head(snapshot, summary, links), *(section(*each) for each in sections)]
+    body = [_head(snapshot, links), *(section(*each) for each in sections)]
     return page(f"{plain(run.name)} · nsa report", body)
 
 
@@ -84,16 +84,16 @@ def render_comparison(runs: Sequence[RunData]) -> str:
     return page(f"{title} · nsa compare", body)
 
 
-def _head(snapshot: RunSnapshot, summary: RunSummary, links: str) -> str:
-    run = snapshot.run
+def _head(snapshot: RunSnapshot, links: str) -> str:
+    run, wall = snapshot.run, snapshot.summary.wall
     sign, style = STATE_MARKS[snapshot.state]
-    began = f"began {moment(summary.wall.begin)} · " if summary.wall else ""
+    began = f"began {moment(wall.begin)} · " if wall else ""
     about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"
     return (
         f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
         f'<p><span class="state {style}">{sign} {escape(snapshot.state)}</span> · {escape(about)} · '
         f"as of {moment(snapshot.now)}{_unreadable(run)}</p>"
-        f"\n{tiles(_tiles(snapshot, summary))}\n<nav>{links}</nav>\n</header>"
+        f"\n{tiles(_tiles(snapshot))}\n<nav>{links}</nav>\n</header>"
     )
 
 
@@ -102,7 +102,8 @@ def _unreadable(run: RunData) -> str:
     return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
-def _tiles(snapshot: RunSnapshot, summary: RunSummary) -> list[tuple[str, str, str]]:
+def _tiles(snapshot: RunSnapshot) -> list[tuple[str, str, str]]:
+    summary = snapshot.summary
     levels = [group[0].level for group in snapshot.grouped()]
     target = f"of {summary.target:,}" if summary.target else "target unknown"
     wall = summary.wall

@@ -153,12 +153,12 @@ def _last_loss(of: RunSummary) -> str:
 
 @dataclass
 class RunSnapshot:
-    """A run at one moment: its data, state, findings and goodput."""
+    """A run at one moment: its data, figures, state and findings."""
 
     run: RunData
+    summary: RunSummary
     state: str
     findings: Sequence[HealthFinding]
-    wall: Goodput | None
     now: float
 
     def grouped(self) -> list[list[HealthFinding]]:
@@ -172,23 +172,19 @@ class SnapshotReader:
     def __init__(self, folder: Path) -> None:
         require_run(folder)
         self._reader = RunReader(folder, whole=True)
-        self._wall: Goodput | None = None
-        self._wall_key: tuple[int, int] | None = None
+        self._summary: RunSummary | None = None
+        self._summarized = (0, 0, 0)
 
     def read(self) -> RunSnapshot:
         history, run, now = self._reader.update(), self._reader.data, self._reader.now
         findings = examine(history, now=now.steady, limits=HealthLimits())
-        return RunSnapshot(run, str(phase(history, findings)), findings, self._goodput(run), now.wall)
+        records = (len(run.lead), len(run.events), len(run.evaluations))
+        if self._summary is None or records != self._summarized:  # it goes through all of them
+            self._summary, self._summarized = summarize(run), records
+        return RunSnapshot(run, self._summary, str(phase(history, findings)), findings, now.wall)
 
     def close(self) -> None:
         self._reader.close()
-
-    def _goodput(self, run: RunData) -> Goodput | None:
-        """Compute the goodput only when there are new records: it goes through all of them."""
-        of = (len(run.lead), len(run.events))
-        if of != self._wall_key:
-            self._wall, self._wall_key = goodput(run.lead, run.events, run.evaluations), of
-        return self._wall
 
 
 def take_snapshot(folder: Path) -> RunSnapshot:
