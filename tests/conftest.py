@@ -35,7 +35,7 @@ LONGEST = (
     "tests/nsa/kernels/test_portable_on_gpu.py",
     "tests/nsa/kernels/test_backends.py",
     "tests/nsa/hf/test_generation.py",
-    "tests/nsa/verify/test_gpu_check.py",
+    "tests/nsa/check/test_gpu_check.py",
     "tests/test_wheel.py",
     "tests/nsa_train/train/engine/test_checkpointer.py",
     "tests/nsa_train/train/engine/test_transformer.py",

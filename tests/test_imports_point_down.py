@@ -27,8 +27,7 @@ TRAINER_LAYERS = (
     ("names", "terminal_text", "shipped"),
 )
 LIBRARY_LAYERS = (
-    ("check",),
-    ("bench",),
+    ("check", "bench"),
     ("hf", "vllm"),
     ("model",),
     ("core",),
@@ -40,7 +39,11 @@ LIBRARY_LAYERS = (
 )
 LAYERS = (*TRAINER_LAYERS, *LIBRARY_LAYERS)
 # Packages of one row do not import each other, with this exception.
-NEIGHBOURS = {("vllm", "hf")}  # vLLM reads a model's config with Transformers
+NEIGHBOURS = {
+    ("vllm", "hf"),  # vLLM reads a model's config with Transformers
+    ("check", "bench"),  # the GPU check times
+    ("bench", "check"),  # the benchmark withholds ratios by the errors and limits of all checks
+}
 LEVEL = {package: level for level, row in enumerate(LAYERS) for package in row}
 ROWS = {
     "nsa": {package for row in LIBRARY_LAYERS for package in row},
@@ -61,7 +64,7 @@ READS_ENVIRONMENT = (
     "nsa_train.storage",  # only sets
     "nsa_train.data.tokenizer",  # only sets
     "nsa_train.cli.startup",  # only sets, for OpenMP
-    "nsa.kernels.self_check.child",  # only passes it on, to a child process
+    "nsa.check.child",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -217,7 +220,7 @@ def test_every_module_keeps_the_directions() -> None:
         ("nsa_train.watch.watchdog", "from nsa_train.train import build"),
         ("nsa_train.train.run", "def f():\n    from nsa_train.watch.health import examine"),
         ("nsa_train.record.run_data", "from nsa_train.watch.run_reader import RunReader"),
-        ("nsa.check.gpu_check.speed", "from proofs.perf_model import predict"),
+        ("nsa.check.gpu_check_speed", "from proofs.perf_model import predict"),
         ("nsa_train.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
         ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),

@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
-from nsa.bench.machine import describe_machine, pinned
-from nsa.bench.timing import interleave, ratio, spread
+from nsa.bench.machine import describe_machine, interleave, pinned, ratio, spread
 from nsa.errors import ConfigError
 from nsa.hf.cache import cache_layers
 from nsa.hf.modeling import NSAForCausalLM

@@ -27,8 +27,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from nsa.bench.machine import available_bytes, describe_machine, pinned
-from nsa.bench.timing import interleave, ratio, spread
+from nsa.bench.machine import available_bytes, describe_machine, interleave, pinned, ratio, spread
 from nsa.core.branches import BranchStreams
 from nsa.hf import NSAConfig, NSAForCausalLM
 from nsa.hf.cache import cache_layers

@@ -7,7 +7,7 @@ from typing import Any
 import triton
 from triton.compiler import ASTSource
 
-from nsa.bench.shapes import BASE_GEOMETRY, SHAPES, BenchShape
+from nsa.bench.case import BASE_GEOMETRY, SHAPES, BenchShape
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.gpus import GpuArchitecture
 from nsa.kernels.triton import (

@@ -2,7 +2,7 @@
 
     python -m proofs.compile_report.self_check_time [--shape base] [--dtype bf16] [--threads 1] sm_80 sm_90
 
-Compiles what `nsa.kernels.self_check` compiles on that GPU, with an empty cache, ptxas included, and runs nothing. On a
+Compiles what the self-check compiles on that GPU, with an empty cache, ptxas included, and runs nothing. On a
 busy machine only the CPU seconds mean something. The longest kernel is the least that any number of threads needs.
 """
 
@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 
-from nsa.bench.case import TORCH_DTYPES
-from nsa.bench.shapes import SHAPES
-from nsa.kernels.self_check.cases import check_sizes
-from nsa.kernels.self_check.compile_ahead import compile_ahead
+from nsa.bench.case import SHAPES, TORCH_DTYPES
+from nsa.check.cases import self_check_case
+from nsa.check.kernel_call import CPU
+from nsa.check.kernel_checks import compile_ahead, parts
 from nsa.kernels.triton import tuning
 from proofs.ptx_emulator.driver import EmulatorDriver
 
@@ -56,10 +55,11 @@ def compiled_for(gpu: str) -> Iterator[list[KernelTime]]:
 
 
 def measure(gpu: str, shape: str, dtype: str, threads: int) -> str:
-    sizes = check_sizes(SHAPES[shape].kernel, small=False)
+    case = self_check_case(SHAPES[shape].kernel, small=False)
+    every = list(parts(case, CPU, TORCH_DTYPES[dtype], "triton"))
     with compiled_for(gpu) as kernels:
         began, before = time.perf_counter(), os.times()
-        compile_ahead(sizes, torch.device("cpu"), TORCH_DTYPES[dtype], threads)
+        compile_ahead(every, threads)
         wall, after = time.perf_counter() - began, os.times()
     cpu = sum(after[:4]) - sum(before[:4])
     slowest = sorted(kernels, key=lambda kernel: -kernel.seconds)[:3]

@@ -8,8 +8,8 @@ coarser. Lengths above 64k are modelled on blocks chosen at random: measuring th
 
 from collections.abc import Iterator
 
+from nsa.bench.case import BASE_GEOMETRY, BenchShape
 from nsa.bench.report import to_markdown_table
-from nsa.bench.shapes import BASE_GEOMETRY, BenchShape
 from nsa.geometry import Geometry
 from nsa.token_counts import spell
 from proofs.perf_model.prediction import LayerPrediction, predict

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from nsa.bench.shapes import BenchShape
+from nsa.bench.case import BenchShape
 from proofs.perf_model.work import KernelWork
 
 HMMA_FLOPS = 16 * 8 * 16 * 2

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nsa.bench.shapes import BenchShape
+from nsa.bench.case import BenchShape
 from nsa.errors import ConfigError
 from proofs.perf_model import index_kernels, range_kernels, selected_kernels, torch_ops
 from proofs.perf_model.dense import dense_s, serial_s, stretch

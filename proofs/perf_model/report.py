@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nsa.bench import plot
-from nsa.bench.report import seconds, to_markdown_table
-from nsa.bench.shapes import DTYPES, shape_named
+from nsa.bench.case import DTYPES, shape_named
+from nsa.bench.report import Line, draw_lines, seconds, to_markdown_table
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_lengths, spell
 from proofs.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, gpu_named
@@ -58,14 +57,14 @@ class ModelReport:
         return "\n".join(lines) + "\n"
 
     def to_svg(self) -> str:
-        drawn: dict[str, plot.Line] = {}
+        drawn: dict[str, Line] = {}
         even: dict[str, dict[int, float]] = {}
         for pair in self.pairs:
             for name, p in (("forward", pair.forward), ("fwd+bwd", pair.both)):
                 drawn.setdefault(f"{name}, {p.dtype}, {p.data}", {})[p.length] = (p.ratio, p.ratio, p.ratio)
             even.setdefault("as fast as dense", {})[pair.both.length] = 1.0
         name = self.gpu.published.name
-        return plot.draw_lines(drawn, even, f"{MODELLED}, not measured: times faster than {name} on {self.gpu.name}")
+        return draw_lines(drawn, even, f"{MODELLED}, not measured: times faster than {name} on {self.gpu.name}")
 
 
 def model(

@@ -11,9 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from nsa.bench.case import BenchCase
+from nsa.bench.case import BenchCase, BenchShape
 from nsa.bench.nsa_backends import chooser
-from nsa.bench.shapes import BenchShape
 from nsa.kernels.registry import BackendRequest, plan
 
 SPAN = 160

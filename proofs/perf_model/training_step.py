@@ -10,7 +10,7 @@ D model dim · F feed-forward dim · K key dim · V value dim
 from dataclasses import dataclass
 from functools import partial
 
-from nsa.bench.shapes import BenchShape
+from nsa.bench.case import BenchShape
 from nsa.core.branches import ATTENTION_PARTS
 from nsa.options import Checkpointing
 from nsa_train.config.schema import RunConfig

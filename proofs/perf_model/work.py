@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from nsa.bench.case import TORCH_DTYPES
-from nsa.bench.shapes import BenchShape
+from nsa.bench.case import TORCH_DTYPES, BenchShape
 from nsa.errors import ConfigError
 from nsa.kernels import triton as backend
 

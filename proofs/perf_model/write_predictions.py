@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from nsa.bench.case import SHAPES
 from nsa.bench.predictions import PREDICTIONS
-from nsa.bench.shapes import SHAPES
-from nsa.check.gpu_check.sizes import on_gpu
+from nsa.check.cases import on_gpu
 from proofs.perf_model.gpus import GPUS
 from proofs.perf_model.prediction import predict
 from proofs.perf_model.selection_overlap import measure_overlap

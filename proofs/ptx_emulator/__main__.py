@@ -67,9 +67,9 @@ def _run(names: list[str], gpu: str, dtype: torch.dtype, to: Path | None) -> int
             began = time.perf_counter()
             figures = CASES[name](dtype)
             findings = driver.log.take()
-            right = all(figure.right for figure in figures)
+            right = all(figure.holds for figure in figures)
             good &= right and not findings
-            numbers = ", ".join(f"{figure.name} {figure.error:.1e}" for figure in figures)
+            numbers = ", ".join(f"{figure.claim} {figure.measured:.1e}" for figure in figures)
             took = time.perf_counter() - began
             print(f"{name}: {'right' if right else 'WRONG'}, {len(findings)} findings, {took:.1f} s: {numbers}")
             for finding in findings:

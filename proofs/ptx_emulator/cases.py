@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.bench.shapes import SHAPES, BenchShape
+from nsa.bench.case import SHAPES, BenchShape
+from nsa.check.comparison import SELECTION_LIMIT, CheckResult, blocks_error, bounded, relative_rms
+from nsa.check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
 from nsa.core.positions import packed_layout
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS
-from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, relative_rms
-from nsa.kernels.self_check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Relative RMS error against the reference in fp64."""
@@ -55,13 +55,13 @@ def _exact(call: KernelCall, branch: str) -> list[Tensor]:
 
 def _attention(
     branch: str, documents: tuple[int, ...], dtype: torch.dtype, shape: BenchShape = BASE
-) -> list[CheckedFigure]:  # fmt: skip
+) -> list[CheckResult]:  # fmt: skip
     call = _call(dtype, documents, shape)
     got, want = call.by_kernel("triton", branch, CPU), _exact(call, branch)
-    return [CheckedFigure(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
+    return [bounded(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
 
 
-def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckedFigure]:
+def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckResult]:
     """Alone, and with the compressed branch, whose log-sum-exp it then uses."""
     call = _call(dtype, documents)
     sizes, q, keys, where = call.choosing, call.q_BSGRK, call.compressed, (call.layout.pos_BS, call.layout.first_BS)
@@ -72,14 +72,14 @@ def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckedFi
     exact_compressed = BACKENDS["reference"].functions.compressed
     exact = exact_compressed(q.double(), *(x.double() for x in keys), *where, **sizes)
     assert isinstance(exact, Tensor)
-    figures = [CheckedFigure("out", relative_rms(out, exact), LIMITS[dtype])]
+    figures = [bounded("out", relative_rms(out, exact), LIMITS[dtype])]
     for name, idx in (("with the branch", with_branch), ("alone", alone)):
         error = blocks_error(q, keys[0], *where, idx, call.geometry, call.scale).max().item()
-        figures.append(CheckedFigure(f"blocks, {name}", error, SELECTION_LIMIT))
+        figures.append(bounded(f"blocks, {name}", error, SELECTION_LIMIT))
     return figures
 
 
-def _decode(dtype: torch.dtype) -> list[CheckedFigure]:
+def _decode(dtype: torch.dtype) -> list[CheckResult]:
     """One new token for two rows of a cache, the second beyond its window."""
     lengths, g, s = torch.tensor([70, 1400]), BASE.geometry, BASE
     capacity, batch = 1408, 2
@@ -121,12 +121,12 @@ def _decode(dtype: torch.dtype) -> list[CheckedFigure]:
     worst = blocks_error(q, compressed[0], pos, zero, idx, g, scale).max().item()
     want = reference.mix(gates.double(), *branches)
     return [
-        CheckedFigure("out", relative_rms(out, want), LIMITS[dtype]),
-        CheckedFigure("blocks", worst, SELECTION_LIMIT),
+        bounded("out", relative_rms(out, want), LIMITS[dtype]),
+        bounded("blocks", worst, SELECTION_LIMIT),
     ]
 
 
-def _mix(dtype: torch.dtype) -> list[CheckedFigure]:
+def _mix(dtype: torch.dtype) -> list[CheckResult]:
     generator = torch.Generator().manual_seed(0)
     s = BASE
     gates = torch.rand(1, 37, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
@@ -142,11 +142,11 @@ def _mix(dtype: torch.dtype) -> list[CheckedFigure]:
     got, want = run(BACKENDS["triton"].mix, None), run(reference.mix, torch.float64)
     names = ("out", "dgates", "dcompressed", "dselected", "dsliding")
     return [
-        CheckedFigure(n, relative_rms(x, y), LIMITS[dtype]) for n, x, y in zip(names, got, want, strict=True)
+        bounded(n, relative_rms(x, y), LIMITS[dtype]) for n, x, y in zip(names, got, want, strict=True)
     ]  # fmt: skip
 
 
-CASES: dict[str, Callable[[torch.dtype], list[CheckedFigure]]] = {
+CASES: dict[str, Callable[[torch.dtype], list[CheckResult]]] = {
     "sliding": lambda dtype: _attention("sliding", PACKED, dtype),
     "compressed": lambda dtype: _attention("compressed", PACKED, dtype),
     "selected": lambda dtype: _attention("selected", SHORT, dtype),

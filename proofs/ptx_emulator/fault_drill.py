@@ -103,7 +103,7 @@ def run_fault(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
     driver.less_shared = {f"{fault.kernel}_kernel": fault.shared_bytes}
     try:
         figures = CASES[fault.case](torch.bfloat16)
-        wrong, kinds = not all(f.right for f in figures), [str(each.kind) for each in driver.log.take()]
+        wrong, kinds = not all(f.holds for f in figures), [str(each.kind) for each in driver.log.take()]
     except (UnsupportedPtx, RuntimeError, IndexError, OverflowError):  # nonsense that a wrong index led to
         wrong, kinds = False, [*map(str, (finding.kind for finding in driver.log.take())), "refused"]
     finally:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nsa.bench.case import BenchCase, BenchRunner, BenchTask
+from nsa.bench.case import SHAPES, BenchCase, BenchRunner, BenchTask
 from nsa.bench.correctness import check_correctness, choice_error, sampled_rows, short_length
 from nsa.bench.implementations import DENSE, all_implementations
 from nsa.bench.measurement import choose_implementations, measure
-from nsa.bench.shapes import SHAPES
 from nsa.kernels.registry import BACKENDS
 
 TINY = SHAPES["tiny"]

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench import plot, report, roofline
-from nsa.bench.case import BenchTask
+from nsa.bench import report, roofline
+from nsa.bench.case import SHAPES, BenchTask, shape_named
 from nsa.bench.correctness import CorrectnessCheck
 from nsa.bench.implementations import DENSE
-from nsa.bench.machine import available_cores, describe_machine, pinned, real_time_priority, require_real_time
+from nsa.bench.machine import available_cores, describe_machine, pinned, ratio, real_time_priority, require_real_time
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult, choose_implementations, finish
 from nsa.bench.memory import measure_memory
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.shapes import SHAPES, shape_named
-from nsa.bench.timing import ratio
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
 from tests import fork_server
@@ -138,8 +136,8 @@ def test_the_record_has_machine_commit_and_every_sample():
 def test_the_plot_is_svg_and_leaves_withheld_ratios_out():
     figures = [figure(2048, [4.0], [8.0]), figure(4096, [4.0], [2.0]), figure(8192, [4.0], [1.0], WRONG)]
     record = report.BenchReport("nsa bench", describe_machine(), figures=figures)
-    assert list(plot.lines(record)[0].values()) == [{2048: (0.5, 0.5, 0.5), 4096: (2.0, 2.0, 2.0)}]
-    ElementTree.fromstring(plot.draw(record))
+    assert list(report.lines(record)[0].values()) == [{2048: (0.5, 0.5, 0.5), 4096: (2.0, 2.0, 2.0)}]
+    ElementTree.fromstring(report.draw(record))
 
 
 def test_threads_are_held_to_as_many_cores_and_given_back():

@@ -8,8 +8,16 @@ from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernels import registry
 from nsa.kernels.interface import constant_when_traced
-from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest, KernelBackend, KernelShape, check_names, plan
-from nsa.kernels.self_check.verification import Verification
+from nsa.kernels.registry import (
+    BACKENDS,
+    BRANCHES,
+    BackendRequest,
+    KernelBackend,
+    KernelShape,
+    KernelVerdict,
+    check_names,
+    plan,
+)
 from tests.shapes import attention_args
 
 CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512))
@@ -76,7 +84,7 @@ def checked_by(verdict, monkeypatch) -> list[tuple[torch.device, torch.dtype, Ke
 
 
 def test_auto_takes_a_backend_that_passes_its_check_and_says_so(monkeypatch):
-    calls = checked_by(Verification(True, ""), monkeypatch)
+    calls = checked_by(KernelVerdict(True, ""), monkeypatch)
     made = plan(BackendRequest(), CPU, torch.bfloat16, SHAPE)
     assert {(c.backend, c.reason, c.verified) for c in made.choices} == {("triton", "verified on this GPU", True)}
     assert made.decoder is BACKENDS["triton"].decoder
@@ -84,7 +92,7 @@ def test_auto_takes_a_backend_that_passes_its_check_and_says_so(monkeypatch):
 
 
 def test_auto_passes_over_a_backend_that_fails_its_check_and_names_the_evidence(monkeypatch):
-    checked_by(Verification(False, "sliding dk: 0.3 (at most 1e-05)", "/cache/record.json"), monkeypatch)
+    checked_by(KernelVerdict(False, "sliding dk: 0.3 (at most 1e-05)", "/cache/record.json"), monkeypatch)
     for choice in plan(BackendRequest(), CPU, torch.float32, SHAPE).choices:
         assert (choice.backend, choice.verified) == ("portable", False)
         assert "sliding dk: 0.3" in choice.reason
@@ -92,7 +100,7 @@ def test_auto_passes_over_a_backend_that_fails_its_check_and_names_the_evidence(
 
 
 def test_a_named_backend_is_not_checked(monkeypatch):
-    calls = checked_by(Verification(False, "wrong"), monkeypatch)
+    calls = checked_by(KernelVerdict(False, "wrong"), monkeypatch)
     made = plan(BackendRequest(*["triton"] * 4), CPU, torch.float32, SHAPE)
     assert {(c.backend, c.reason, c.verified) for c in made.choices} == {("triton", "requested by name", False)}
     assert calls == []
@@ -109,7 +117,7 @@ def test_without_a_gpu_nothing_is_checked_and_auto_on_cuda_is_portable():
 @pytest.mark.parametrize("passed", [True, False])
 def test_the_verdict_is_a_constant_of_tracing(passed, monkeypatch):
     """One graph, with the kernels of the verdict, although the check is first needed while tracing."""
-    calls = checked_by(Verification(passed, "wrong"), monkeypatch)
+    calls = checked_by(KernelVerdict(passed, "wrong"), monkeypatch)
     torch._dynamo.reset()
     attention = NSAAttention(**attention_args("tiny", (3, 1)))
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nsa.bench.shapes import BenchShape
-from nsa.check.gpu_check.sizes import KernelSizes
+from nsa.check.cases import KernelCase
+from nsa.check.comparison import blocks_error, relative_rms
+from nsa.check.kernel_call import KernelCall
 from nsa.geometry import Geometry
+from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BACKENDS
-from nsa.kernels.self_check.comparison import blocks_error, relative_rms
-from nsa.kernels.self_check.kernel_call import KernelCall
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.activations import ForwardPass, _workspace_bytes
 from tests.backends import RUN_HERE
@@ -68,8 +68,8 @@ def call_of(
     heads: int, widths: tuple[int, int], dtype: torch.dtype, geometry: Geometry, packed: bool, length: int = LENGTH
 ) -> KernelCall:
     groups = 2 if heads == 3 else 1
-    documents = (0, 1, length // 2, length // 2, length) if packed else ()
-    return KernelSizes(BenchShape(heads * groups, groups, *widths, geometry), length, documents).call(dtype)
+    documents = (0, 1, length // 2, length // 2, length) if packed else (0, length)
+    return KernelCase(KernelShape(groups, heads, *widths, geometry), (documents,)).call(dtype)
 
 
 def told(value) -> str:
@@ -119,15 +119,15 @@ WIDE_RANGES = {
 )
 def test_tiles_that_every_row_sees_are_computed_without_masks(layout, branch):
     geometry, length, documents = WIDE_RANGES[layout]
-    sizes = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents)
-    assert_as_the_reference(sizes.call(torch.float32), branch)
+    case = KernelCase(KernelShape(1, 3, 16, 24, geometry), (documents or (0, length),))
+    assert_as_the_reference(case.call(torch.float32), branch)
 
 
 @interpreted
 def test_log_sum_exps_of_many_keys_choose_the_references_blocks():
     """The pass that selection makes alone, without the compressed branch's output."""
     geometry, length, documents = WIDE_RANGES["one document"]
-    call = KernelSizes(BenchShape(3, 1, 16, 24, geometry), length, documents).call(torch.float32)
+    call = KernelCase(KernelShape(1, 3, 16, 24, geometry), (documents or (0, length),)).call(torch.float32)
     q, k, where = call.q_BSGRK, call.compressed[0], (call.layout.pos_BS, call.layout.first_BS)
     idx = TRITON.functions.select(q, k, *where, **call.choosing)
     assert blocks_error(q, k, *where, idx, geometry, call.scale).max() <= 1e-4

@@ -9,8 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from nsa.kernels import registry
-from nsa.kernels.registry import BACKENDS
-from nsa.kernels.self_check.verification import Verification
+from nsa.kernels.registry import BACKENDS, KernelVerdict
 from nsa_train.cli.main import app
 
 
@@ -53,16 +52,16 @@ def test_the_portable_backend_on_a_gpu_is_warned_about_unless_requested(gpu, mon
     ("verdict", "said", "chosen"),
     [
         (
-            Verification(True, "", "/cache/a100.json"),
+            KernelVerdict(True, "", "/cache/a100.json"),
             "passed, record in /cache/a100.json",
             "triton",
         ),
         (
-            Verification(False, "dq [bold]: 0.3 (at most 0.02)", "/cache/a100.json"),
+            KernelVerdict(False, "dq [bold]: 0.3 (at most 0.02)", "/cache/a100.json"),
             "FAILED (dq [bold]: 0.3 (at most 0.02)), record in /cache/a100.json",
             "portable",
         ),
-        (Verification(False, "there is no GPU here", checked=False), "not done: there is no GPU here", "portable"),
+        (KernelVerdict(False, "there is no GPU here", checked=False), "not done: there is no GPU here", "portable"),
     ],
     ids=["passed", "failed", "no GPU"],
 )

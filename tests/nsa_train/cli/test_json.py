@@ -38,8 +38,9 @@ def test_doctor():
 
 def test_doctor_ends_with_1_if_a_check_fails(monkeypatch):
     from nsa.check import prove
+    from nsa.check.comparison import bounded
 
-    results = [prove.ProofResult("right", 0.0, 1.0), prove.ProofResult("wrong", 2.0, 1.0)]
+    results = [bounded("right", 0.0, 1.0), bounded("wrong", 2.0, 1.0)]
     monkeypatch.setattr(prove, "prove", lambda *_: iter(results))
     code, found = call("doctor", "--prove", "--dtype", "fp32", "--device", "cpu")
     assert code == 1

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from nsa.bench.case import SHAPES
 from nsa.bench.predictions import predictions
-from nsa.bench.shapes import SHAPES
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train.config import load

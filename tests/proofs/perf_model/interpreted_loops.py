@@ -11,8 +11,7 @@ from unittest.mock import patch
 import torch
 from triton.runtime import interpreter
 
-from nsa.bench.case import BenchCase
-from nsa.bench.shapes import BenchShape
+from nsa.bench.case import BenchCase, BenchShape
 from nsa.geometry import Geometry
 from nsa.kernels import triton
 from nsa.kernels.interface import BranchInputs

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
-from nsa.bench.shapes import SHAPES
-from nsa.check.gpu_check.sizes import KernelSizes
+from nsa.bench.case import SHAPES
+from nsa.check.cases import KernelCase
 from proofs.perf_model import range_kernels, selected_kernels
 from proofs.perf_model.selection_overlap import SelectionOverlap
 from proofs.perf_model.work import KernelWork, LaunchSizes
@@ -44,7 +44,7 @@ def check(driver: EmulatorDriver, *modelled: KernelWork) -> None:
 
 
 def test_range_kernels():
-    call = KernelSizes(SHAPE, SIZES.length).call(torch.bfloat16)
+    call = KernelCase(SHAPE.kernel, ((0, SIZES.length),)).call(torch.bfloat16)
     with emulated("sm_80") as driver:
         call.by_kernel("triton", "sliding", CPU)
         modelled = (range_kernels.range_forward, range_kernels.range_dq, range_kernels.range_dkv)
@@ -53,7 +53,7 @@ def test_range_kernels():
 
 @pytest.mark.nightly  # the emulator takes twice as long as for the kernels above
 def test_selected_kernels():
-    call = KernelSizes(SHAPE, SIZES.length).call(torch.bfloat16)
+    call = KernelCase(SHAPE.kernel, ((0, SIZES.length),)).call(torch.bfloat16)
     overlap = SelectionOverlap(SHAPE, SIZES.length, "random", call.idx_BSGN[:, :, 0])
     with emulated("sm_80") as driver:
         call.by_kernel("triton", "selected", CPU)

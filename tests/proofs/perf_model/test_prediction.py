@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.bench.shapes import SHAPES
+from nsa.bench.case import SHAPES
 from nsa.errors import ConfigError
 from nsa.gpus import GPUS as SPECS
 from proofs import import_path

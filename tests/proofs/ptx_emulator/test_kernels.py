@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels 
 def check(driver: EmulatorDriver, case: str, dtype: torch.dtype) -> None:
     figures = CASES[case](dtype)
     assert not driver.log.take()
-    assert all(figure.right for figure in figures), figures
+    assert all(figure.holds for figure in figures), figures
 
 
 @pytest.mark.nightly

@@ -5,18 +5,16 @@ No speed-up is printed for a wrong result: outputs and gradients of both are com
 
 import argparse
 import sys
-from collections.abc import Iterable
 
-from nsa.bench import report as reports
-from nsa.bench.suite import BenchRequest, new_report, run
+from nsa.bench.suite import BenchRequest, bench
 from nsa.errors import NSAError
 
-OPERATIONS = ("attention", "prefill", "decode", "train", "memory", "machine")
+_OPERATIONS = ("attention", "prefill", "decode", "train", "memory", "machine")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa.bench", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("operation", choices=OPERATIONS, nargs="?", default="attention")
+    parser.add_argument("operation", choices=_OPERATIONS, nargs="?", default="attention")
     parser.add_argument("--lengths", default="2k,4k,8k", help="tokens, e.g. 2k,4k; k is 1,024")
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16, several with commas")
     parser.add_argument("--shape", default=BenchRequest.shape, help="base, gqa16, paper or tiny")
@@ -28,31 +26,16 @@ def main(arguments: list[str] | None = None) -> int:
         options.operation, options.lengths, options.dtype, options.shape, peers=False, threads=options.threads,
         budget_s=options.budget_s, device=options.device,
     )  # fmt: skip
+    command = " ".join(["python -m nsa.bench", *sys.argv[1:]])
     try:
-        return bench(request)
+        bench(request, command, lambda text: print(text, file=sys.stderr, flush=True), print, _print_table)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-
-
-def bench(request: BenchRequest) -> int:
-    report = new_report(" ".join(["python -m nsa.bench", *sys.argv[1:]]), request.device)
-    print(reports.machine_line(report.machine))
-    if warning := reports.busy(report.machine):
-        print(warning)
-    for result in run(request, report, lambda text: print(text, file=sys.stderr, flush=True)):
-        if isinstance(result, reports.MachinePeaks):
-            print(reports.peaks_line(result))
-    if report.figures:
-        print_table(reports.COLUMNS, [row for figure in report.figures for row in reports.rows(figure)])
-        for note in dict.fromkeys(note for figure in report.figures for note in reports.notes(figure)):
-            print(note)
-    if report.memory:
-        print_table(reports.MEMORY_COLUMNS, [reports.memory_row(measured) for measured in report.memory])
     return 0
 
 
-def print_table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     lines = [columns, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     for line in lines:

@@ -1,4 +1,4 @@
-"""One benchmark case: the task, its input tensors (the same for every implementation), and what is timed on them.
+"""Shapes and cases of the benchmark: the task, its input tensors (the same for all implementations), what is timed.
 
 B batch · S tokens · T raw keys · C compressed blocks · G kv groups · R heads per group · K key dim · V value dim
 """
@@ -9,13 +9,60 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nsa.bench.shapes import BenchShape
 from nsa.core.branches import BRANCH_ORDER, BranchStreams
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
+from nsa.kernels.registry import KernelShape
+
+BASE_GEOMETRY = Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512)
+
+
+@dataclass(frozen=True)
+class BenchShape:
+    n_heads: int
+    n_kv_groups: int
+    d_k: int
+    d_v: int
+    geometry: Geometry
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.n_heads // self.n_kv_groups
+
+    @property
+    def kernel(self) -> KernelShape:
+        return KernelShape(self.n_kv_groups, self.heads_per_group, self.d_k, self.d_v, self.geometry)
+
+    def describe(self) -> str:
+        g = self.geometry
+        return (
+            f"{self.n_heads} heads, {self.n_kv_groups} groups, d_k={self.d_k} d_v={self.d_v}, "
+            f"l={g.l} d={g.d} l_sel={g.l_sel} n_sel={g.n_sel} w={g.w}"
+        )
+
+
+SHAPES: dict[str, BenchShape] = {
+    "base": BenchShape(12, 2, 64, 64, BASE_GEOMETRY),
+    "gqa16": BenchShape(32, 2, 64, 64, BASE_GEOMETRY),
+    "paper": BenchShape(64, 4, 192, 128, BASE_GEOMETRY),
+    "tiny": BenchShape(6, 2, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16)),
+}
+_FORMER_NAMES = {"seed": "base"}
+"""Spellings that recorded commands use."""
+DTYPES = ("fp32", "bf16", "fp16")
+PARTS = ("all", "compressed", "select", "selected", "sliding")
+
+
+def shape_named(name: str) -> BenchShape:
+    name = _FORMER_NAMES.get(name, name)
+    if name not in SHAPES:
+        raise ConfigError(f"--shape is {name!r}: there is no such shape. Use one of: {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CPU = torch.device("cpu")
-DATA = ("random", "smooth")
+_DATA = ("random", "smooth")
 _ANCHOR_EVERY, _JITTER = 64, 0.3
 
 GRADIENTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
@@ -34,7 +81,6 @@ class BenchTask:
     device: str = "cpu"
 
 
-@dataclass(frozen=True)
 class BenchCase:
     """Random queries, keys, values and gates.
 
@@ -43,42 +89,30 @@ class BenchCase:
     Drawn on the CPU for every device, so that the numbers are the same everywhere.
     """
 
-    shape: BenchShape
-    length: int
-    dtype: torch.dtype
-    data: str = "random"
-    seed: int = 0
-    device: torch.device = CPU
-    q_BSGRK: Tensor = field(init=False, repr=False)
-    raw: BranchStreams = field(init=False, repr=False)
-    k_BCGK: Tensor = field(init=False, repr=False)
-    v_BCGV: Tensor = field(init=False, repr=False)
-    gates_BSGR3: Tensor = field(init=False, repr=False)
-    dout_BSGRV: Tensor = field(init=False, repr=False)
+    def __init__(
+        self, shape: BenchShape, length: int, dtype: torch.dtype, data: str = "random", seed: int = 0,
+        device: torch.device = CPU,
+    ) -> None:  # fmt: skip
+        self.shape, self.length, self.dtype, self.data, self.device = shape, length, dtype, data, device
+        s, generator = shape, torch.Generator().manual_seed(seed)
+        n_compressed, heads = s.geometry.n_compressed(length), (s.n_kv_groups, s.heads_per_group)
+        if data not in _DATA:
+            raise ConfigError(f"--data is {data!r}: there is no such kind. Use one of: {', '.join(_DATA)}.")
 
-    def __post_init__(self) -> None:
-        s, n, generator = self.shape, self.length, torch.Generator().manual_seed(self.seed)
-        n_compressed = s.geometry.n_compressed(n)
-        heads = (s.n_kv_groups, s.heads_per_group)
-        if self.data not in DATA:
-            raise ConfigError(f"--data is {self.data!r}: there is no such kind. Use one of: {', '.join(DATA)}.")
-
-        def tensor(length: int, *rest: int, every: int = _ANCHOR_EVERY) -> Tensor:
-            if self.data == "random":
-                return torch.randn(1, length, *rest, generator=generator).to(self.device, self.dtype)
-            return _smooth(length, rest, every, generator).to(self.device, self.dtype)
+        def tensor(n: int, *rest: int, every: int = _ANCHOR_EVERY) -> Tensor:
+            if data == "random":
+                return torch.randn(1, n, *rest, generator=generator).to(device, dtype)
+            return _smooth(n, rest, every, generator).to(device, dtype)
 
         per_block = max(1, _ANCHOR_EVERY // s.geometry.d)
-        values: dict[str, object] = dict(
-            q_BSGRK=tensor(n, *heads, s.d_k),
-            raw=BranchStreams(*(tensor(n, s.n_kv_groups, width) for _ in BRANCH_ORDER for width in (s.d_k, s.d_v))),
-            k_BCGK=tensor(n_compressed, s.n_kv_groups, s.d_k, every=per_block),
-            v_BCGV=tensor(n_compressed, s.n_kv_groups, s.d_v, every=per_block),
-            gates_BSGR3=torch.randn(1, n, *heads, len(BRANCH_ORDER), generator=generator).softmax(-1).to(self.device),
-            dout_BSGRV=tensor(n, *heads, s.d_v),
-        )
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self.q_BSGRK = tensor(length, *heads, s.d_k)
+        pairs = (tensor(length, s.n_kv_groups, width) for _ in BRANCH_ORDER for width in (s.d_k, s.d_v))
+        self.raw = BranchStreams(*pairs)
+        self.k_BCGK = tensor(n_compressed, s.n_kv_groups, s.d_k, every=per_block)
+        self.v_BCGV = tensor(n_compressed, s.n_kv_groups, s.d_v, every=per_block)
+        gates = torch.randn(1, length, *heads, len(BRANCH_ORDER), generator=generator)
+        self.gates_BSGR3 = gates.softmax(-1).to(device)
+        self.dout_BSGRV = tensor(length, *heads, s.d_v)
 
     @property
     def scale(self) -> float:
@@ -91,10 +125,6 @@ class BenchCase:
             self.q_BSGRK, self.k_BCGK, self.v_BCGV, raw.k_sel, raw.v_sel, raw.k_win, raw.v_win, self.gates_BSGR3
         )  # fmt: skip
         return dict(zip(GRADIENTS, tensors, strict=True))
-
-    def n_bytes(self) -> int:
-        tensors = [*self.inputs().values(), self.raw.k_cmp, self.raw.v_cmp, self.dout_BSGRV]
-        return sum(x.nbytes for x in tensors)
 
 
 def _smooth(length: int, rest: tuple[int, ...], every: int, generator: torch.Generator) -> Tensor:

@@ -17,15 +17,13 @@ from torch import Tensor
 from nsa.bench.case import BenchCase, BenchRunner, BenchTask, Results
 from nsa.bench.implementations import BenchImplementation
 from nsa.bench.nsa_backends import compressed_by_phi
+from nsa.check.comparison import ROW_LIMITS, blocks_error, worst_row_error
 from nsa.core.branches import BRANCH_ORDER
 from nsa.geometry import Geometry
 from nsa.kernels import reference
-from nsa.kernels.self_check.comparison import blocks_error
 
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-TAIL_ROWS, SCATTERED_ROWS = 24, 8
-DECODE_STEPS = 20  # more than a compression stride, so that a block is completed on the way
-_FLOOR = 0.1  # a row's error is relative to its own length, but at least to this share of a typical row's
+_TAIL_ROWS, _SCATTERED_ROWS = 24, 8
+_DECODE_STEPS = 20  # more than a compression stride, so that a block is completed on the way
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def check_correctness(
         runner.results(task.backward)
         return CorrectnessCheck(False, reason=implementation.differs)
     if task.op == "decode":
-        steps = min(DECODE_STEPS, case.length - task.length)
+        steps = min(_DECODE_STEPS, case.length - task.length)
         outputs = [runner.results(False)["out"] for _ in range(steps)]
         rows = torch.arange(task.length, task.length + steps)
         errors = _errors(implementation, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
@@ -79,13 +77,13 @@ def short_length(case: BenchCase) -> int:
 
 
 def sampled_rows(length: int) -> Tensor:
-    begin = length - TAIL_ROWS
-    scattered = torch.randperm(begin, generator=torch.Generator().manual_seed(length))[:SCATTERED_ROWS]
+    begin = length - _TAIL_ROWS
+    scattered = torch.randperm(begin, generator=torch.Generator().manual_seed(length))[:_SCATTERED_ROWS]
     return torch.cat((scattered.sort().values, torch.arange(begin, length)))
 
 
 def _compare_with_limit(errors: dict[str, float], case: BenchCase, judged: str) -> CorrectnessCheck:
-    limit = LIMITS[case.dtype]
+    limit = ROW_LIMITS[case.dtype]
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
     reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
     return CorrectnessCheck(not wrong, errors, limit, judged, reason)
@@ -111,25 +109,15 @@ def _errors(
         errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
     want = exact(case, implementation.kind, task.part, rows, idx_BSGN, compressed)
     # The first key that only the checked rows can see; 0 where every query is checked.
-    seen_from = 0 if len(rows) == case.length else case.length - TAIL_ROWS
+    seen_from = 0 if len(rows) == case.length else case.length - _TAIL_ROWS
     first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
     for name, x in got.items():
         if name in ("out", "q", "gates"):
-            errors[name] = row_error(x if rows_only else x[:, rows], want[name])
+            errors[name] = worst_row_error(x if rows_only else x[:, rows], want[name])
         else:
             begin = first_block if name.endswith("cmp") else seen_from
-            errors[name] = row_error(x[:, begin:], want[name][:, begin:])
+            errors[name] = worst_row_error(x[:, begin:], want[name][:, begin:])
     return errors
-
-
-def row_error(got: Tensor, want: Tensor) -> float:
-    """Relative error of the worst row, in norm. Rows are along dimension 1."""
-    if want.numel() == 0:
-        return 0.0
-    got, want = got.cpu().double().flatten(2), want.cpu().double().flatten(2)
-    length = want.norm(dim=-1)
-    error = (got - want).norm(dim=-1) / length.clamp(min=max(_FLOOR * length.mean().item(), 1e-30))
-    return error.nan_to_num(nan=torch.inf).max().item()
 
 
 def exact(

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask, Results, leaf
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchShape, BenchTask, Results, leaf
 from nsa.bench.machine import clock_of
-from nsa.bench.shapes import BenchShape
 
 _TRIAL_LENGTH, _TRIALS = 2048, 3
 
@@ -160,3 +159,7 @@ def needs_bytes(task: BenchTask) -> int:
     """Inputs, output and gradients, heads repeated."""
     s = task.shape
     return 8 * task.length * s.n_heads * max(s.d_k, s.d_v) * TORCH_DTYPES[task.dtype].itemsize
+
+
+def why_not(task: BenchTask) -> str | None:
+    return None if task.shape.d_v <= task.shape.d_k else "it has no kernel for d_v above d_k"

@@ -1,24 +1,32 @@
-"""The machine a benchmark runs on: CPU, GPU, software, commit, load, free memory; and pinning to cores."""
+"""The machine a benchmark runs on: CPU, GPU, software, load and free memory; pinning, and interleaved timing.
+
+Subjects are timed in turns (A B C A B C …), so that other load on the machine affects all of them alike. Every sample
+is kept and reported. A time is the median, its spread the quartiles. A ratio is the median of the ratios within each
+round, whose two sides ran next to each other.
+"""
 
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 
 from nsa import __version__
-from nsa.bench.timing import Now
 from nsa.errors import ConfigError
 from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 
 # The instruction sets that decide how fast attention can be.
-ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_tile", "asimd", "sve", "bf16")
+
+Now = Callable[[], float]
 
 _PRIORITY = 50
 _LONGEST_PAUSE_S = 30.0
@@ -31,7 +39,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "cpu": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "cores": len(available_cores()),
-        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "isa": [flag for flag in _ISA_FLAGS if flag in flags],
         "memory_gib": round(_meminfo("MemTotal") / 2**30, 1),
         "load_average": list(os.getloadavg()),
         "system": f"{platform.system()} {platform.release()}",
@@ -187,3 +195,77 @@ def triton_version() -> str | None:
     except ModuleNotFoundError:
         return None
     return str(triton.__version__)
+
+
+_MAX_ROUNDS = 100
+CALIBRATION_S = 0.02  # a sample lasts at least this long: short calls are repeated inside it
+
+
+@dataclass(frozen=True)
+class TimingSpread:
+    median: float
+    low: float
+    high: float
+    """Quartiles; both equal the median where there is one sample."""
+
+    @property
+    def noise(self) -> float:
+        """Half the distance between the quartiles, as a share of the median."""
+        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+
+
+def spread(samples: list[float]) -> TimingSpread:
+    if len(samples) == 1:
+        return TimingSpread(samples[0], samples[0], samples[0])
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return TimingSpread(median(samples), low, high)
+
+
+def ratio(of: list[float], to: list[float]) -> TimingSpread:
+    """`of` divided by `to`, round by round."""
+    return spread([a / b for a, b in zip(of, to, strict=True)])
+
+
+def interleave(
+    subjects: Mapping[str, Callable[[], object]],
+    *,
+    budget_s: float,
+    min_rounds: int = 1,
+    max_rounds: int = _MAX_ROUNDS,
+    repeat: bool = False,
+    around_round: Callable[[], AbstractContextManager[object]] = nullcontext,
+    now: Now = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds per call of each subject, one sample per round, in rounds until the next one would exceed the budget.
+
+    Subjects must be warm. `repeat` lets a sample hold many calls of a short subject. What `around_round` does before
+    and after each round is neither in a sample nor in the budget.
+    """
+    begin = now()
+    calls = {name: _calls_per_sample(subject, now) if repeat else 1 for name, subject in subjects.items()}
+    samples: dict[str, list[float]] = {name: [] for name in subjects}
+    spent = now() - begin
+    for done in range(1, max_rounds + 1):
+        with around_round():
+            round_begin = now()
+            for name, subject in subjects.items():
+                start = now()
+                for _ in range(calls[name]):
+                    subject()
+                samples[name].append((now() - start) / calls[name])
+            took = now() - round_begin
+        spent += took
+        if done >= min_rounds and spent + took > budget_s:
+            break
+    return samples
+
+
+def _calls_per_sample(subject: Callable[[], object], now: Now) -> int:
+    calls = 1
+    while True:
+        start = now()
+        for _ in range(calls):
+            subject()
+        if now() - start >= CALIBRATION_S or calls >= 1 << 16:
+            return calls
+        calls *= 2

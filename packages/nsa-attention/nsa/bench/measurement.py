@@ -2,27 +2,26 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from nsa.bench import roofline
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchRunner, BenchTask
+from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
 from nsa.bench.correctness import CorrectnessCheck, check_correctness
 from nsa.bench.implementations import DENSE, BenchImplementation, all_implementations
-from nsa.bench.machine import clock_of, real_time_priority
+from nsa.bench.machine import Now, TimingSpread, clock_of, interleave, ratio, real_time_priority, spread
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.timing import Now, TimingSpread, interleave, ratio, spread
 from nsa.errors import ConfigError
 from nsa.kernels.registry import BACKENDS
 
 Log = Callable[[str], None]
 
-FAILURES_OF_PEERS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
+_FAILURES_OF_PEERS = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, ImportError)
 """Errors of third-party packages that exclude them from a benchmark instead of ending it."""
 
-ALSO_TIMED_ON = {"cuda": ("triton",)}
+_ALSO_TIMED_ON = {"cuda": ("triton",)}
 """Backends timed by default on a kind of device although `auto` does not choose them there."""
 
 
@@ -75,7 +74,7 @@ def choose_implementations(backends: Iterable[str], with_peers: bool, device: st
         if name not in BACKENDS:
             raise ConfigError(f"--backend is {name!r}: there is no such backend. Use one of: {', '.join(BACKENDS)}.")
     by_default = [name for name, backend in BACKENDS.items() if backend.by_default]
-    named = wanted or [*by_default, *(name for name in ALSO_TIMED_ON.get(device, ()) if name not in by_default)]
+    named = wanted or [*by_default, *(name for name in _ALSO_TIMED_ON.get(device, ()) if name not in by_default)]
     peers = [name for name in every if name != DENSE and name not in BACKENDS] if with_peers else []
     return [every[name] for name in (DENSE, *named, *peers)]
 
@@ -95,33 +94,28 @@ def measure(
     """Check each implementation for correctness, then time all of them in interleaved rounds."""
     device = torch.device(task.device)
     room = min(1024, max(64, task.length // 16)) if task.op == "decode" else 0
-    refusals = {c.name: c.refusal(task) for c in implementations}
-    entries, runners = {}, {}
-    timed = [c for c in implementations if not refusals[c.name]]
-    case = BenchCase(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data, device=device) if timed else None
-    for implementation in implementations:
-        if case is None or refusals[implementation.name]:
-            entries[implementation.name] = ImplementationResult(
-                implementation.name, implementation.kind, absent=refusals[implementation.name] or ""
-            )
-            continue
-        log(f"checking {implementation.name}")
+    entries = {i.name: ImplementationResult(i.name, i.kind, i.refusal(task) or "") for i in implementations}
+    present = [i for i in implementations if not entries[i.name].absent]
+    case = BenchCase(task.shape, task.length + room, TORCH_DTYPES[task.dtype], data, device=device) if present else None
+    runners = {}
+    for implementation in present:
+        name = implementation.name
+        log(f"checking {name}")
         try:
+            assert case is not None
             runner = implementation.make[task.op](case, task)
             agreement = check_correctness(implementation, task, case, runner)
-        except FAILURES_OF_PEERS as error:
-            if implementation.name in (DENSE, *BACKENDS):
+        except _FAILURES_OF_PEERS as error:
+            if name in (DENSE, *BACKENDS):
                 raise
             reason = f"it failed here: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-            entries[implementation.name] = ImplementationResult(implementation.name, implementation.kind, absent=reason)
+            entries[name] = replace(entries[name], absent=reason)
             continue
-        runners[implementation.name] = runner
-        entries[implementation.name] = ImplementationResult(
-            implementation.name, implementation.kind, agreement=agreement, note=runner.note
-        )
+        runners[name] = runner
+        entries[name] = replace(entries[name], agreement=agreement, note=runner.note)
     log(f"timing {', '.join(runners)}")
     samples = interleave(
-        {name: _subject(runner, task) for name, runner in runners.items()},
+        {name: r.forward_backward if task.backward else r.forward_only for name, r in runners.items()},
         budget_s=budget_s,
         repeat=task.op == "decode" or device.type == "cuda",
         around_round=real_time_priority if real_time else nullcontext,
@@ -130,10 +124,6 @@ def measure(
     bound, allowed = roofline.allowed(task)
     finished = [finish(entry, samples, entries, task, peaks) for entry in entries.values()]
     return BenchMeasurement(task, data, threads, bound, allowed, finished)
-
-
-def _subject(runner: BenchRunner, task: BenchTask) -> Callable[[], object]:
-    return runner.forward_backward if task.backward else runner.forward_only
 
 
 def finish(
@@ -159,6 +149,4 @@ def finish(
     reached = None
     if peaks and entry.agreement.agrees:
         reached = roofline.achieved(task, entry.kind, spread(mine).median, peaks)
-    return ImplementationResult(
-        entry.name, entry.kind, entry.absent, entry.agreement, mine, times, refused, reached, entry.note
-    )
+    return replace(entry, samples_s=mine, ratio=times, refused=refused, achieved=reached)

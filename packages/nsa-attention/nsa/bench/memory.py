@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from nsa.bench.case import TORCH_DTYPES, BenchCase, BenchTask
+from nsa.bench.case import SHAPES, TORCH_DTYPES, BenchCase, BenchTask
 from nsa.bench.implementations import BenchImplementation, all_implementations
 from nsa.bench.machine import pinned
-from nsa.bench.shapes import SHAPES
 from nsa.errors import ConfigError
 
 _WARM_LENGTH = 256

@@ -13,19 +13,13 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import plain_layout
 from nsa.kernels.registry import BACKENDS, BRANCHES
 
-PREFILL_CHUNK = 2048
+_PREFILL_CHUNK = 2048
 
 
-def attention(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
+def attention(backend: str, case: BenchCase, task: BenchTask) -> BenchRunner:
     """Select, attend in three branches, mix by gates; or one of these parts alone."""
-
-    def make(case: BenchCase, task: BenchTask) -> BenchRunner:
-        return _whole(case, backend) if task.part == "all" else _part(case, backend, task.part)
-
-    return make
-
-
-def _whole(case: BenchCase, backend: str) -> BenchRunner:
+    if task.part != "all":
+        return _part(case, backend, task.part)
     leaves = {name: leaf(x) for name, x in case.inputs().items()}
     q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = leaves.values()
 
@@ -59,50 +53,42 @@ def _part(case: BenchCase, backend: str, part: str) -> BenchRunner:
     return BenchRunner(forwards[part], leaves, case.dout_BSGRV, chosen=choose)  # type: ignore[arg-type]
 
 
-def prefill(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
+def prefill(backend: str, case: BenchCase, task: BenchTask) -> BenchRunner:
     """Append the prompt to a new cache in chunks, φ included; each chunk attends."""
+    module = _module(case, backend)
+    chunks = [_rows(case, slice(at, at + _PREFILL_CHUNK)) for at in range(0, case.length, _PREFILL_CHUNK)]
 
-    def make(case: BenchCase, task: BenchTask) -> BenchRunner:
-        module = _module(case, backend)
-        chunks = [_rows(case, slice(at, at + PREFILL_CHUNK)) for at in range(0, case.length, PREFILL_CHUNK)]
+    def forward() -> Tensor:
+        cache = module.new_cache(1, case.length)
+        return torch.cat([_attend(module, cache, *chunk) for chunk in chunks], 1)
 
-        def forward() -> Tensor:
-            cache = module.new_cache(1, case.length)
-            return torch.cat([_attend(module, cache, *chunk) for chunk in chunks], 1)
-
-        return BenchRunner(forward, chosen=chooser(case, backend, True))
-
-    return make
+    return BenchRunner(forward, chosen=chooser(case, backend, True))
 
 
-def decode(backend: str) -> Callable[[BenchCase, BenchTask], BenchRunner]:
+def decode(backend: str, case: BenchCase, task: BenchTask) -> BenchRunner:
     """One token at a time after `task.length` tokens: append, φ where a block is full, select, attend, mix.
 
     The cache grows by as many tokens as the case has room for, then its counters are set back; what its rings hold
     from then on is no longer the case's data, so results are checked on the first pass.
     """
+    module = _module(case, backend)
+    cache = module.new_cache(1, case.length)
+    with torch.no_grad():
+        cache.append(_rows(case, slice(0, task.length))[1], None, module.compress)
+    counters = [(counter, counter.clone()) for counter in (cache.length_B, cache.n_compressed_B)]
+    steps = [_rows(case, slice(t, t + 1)) for t in range(task.length, case.length)]
+    step = 0
 
-    def make(case: BenchCase, task: BenchTask) -> BenchRunner:
-        module = _module(case, backend)
-        cache = module.new_cache(1, case.length)
-        with torch.no_grad():
-            cache.append(_rows(case, slice(0, task.length))[1], None, module.compress)
-        counters = [(counter, counter.clone()) for counter in (cache.length_B, cache.n_compressed_B)]
-        steps = [_rows(case, slice(t, t + 1)) for t in range(task.length, case.length)]
-        step = 0
+    def forward() -> Tensor:
+        nonlocal step
+        if step == len(steps):
+            step = 0
+            for counter, at_first in counters:
+                counter.copy_(at_first)
+        step += 1
+        return _attend(module, cache, *steps[step - 1])
 
-        def forward() -> Tensor:
-            nonlocal step
-            if step == len(steps):
-                step = 0
-                for counter, at_first in counters:
-                    counter.copy_(at_first)
-            step += 1
-            return _attend(module, cache, *steps[step - 1])
-
-        return BenchRunner(forward, chosen=chooser(case, backend, True))
-
-    return make
+    return BenchRunner(forward, chosen=chooser(case, backend, True))
 
 
 def _module(case: BenchCase, backend: str) -> NSAAttention:
@@ -146,13 +132,17 @@ def _rows(case: BenchCase, part: slice) -> tuple[Tensor, BranchStreams, Tensor]:
     return case.q_BSGRK[:, part], BranchStreams(*(x[:, part] for x in case.raw)), case.gates_BSGR3[:, part]
 
 
-def needs_bytes(backend: str) -> Callable[[BenchTask], int]:
+def needs_bytes(backend: str, task: BenchTask) -> int:
     """Inputs, three branches' outputs and gradients, the mix in fp32; for the reference all scores, several times."""
+    s = task.shape
+    linear = task.length * s.n_heads * max(s.d_k, s.d_v) * (16 * TORCH_DTYPES[task.dtype].itemsize + 24)
+    return linear + (40 * s.n_heads * task.length**2 if backend == "reference" else 0)
 
-    def needed(task: BenchTask) -> int:
-        s = task.shape
-        linear = task.length * s.n_heads * max(s.d_k, s.d_v) * (16 * TORCH_DTYPES[task.dtype].itemsize + 24)
-        all_scores = 40 * s.n_heads * task.length**2 if backend == "reference" else 0
-        return linear + all_scores
 
-    return needed
+def why_not(backend: str, task: BenchTask) -> str | None:
+    for branch in BRANCHES if task.part == "all" else (task.part,):
+        if reason := BACKENDS[backend].why_not(
+            branch, torch.device(task.device), TORCH_DTYPES[task.dtype], task.shape.kernel
+        ):
+            return f"{branch}: {reason}"
+    return "selection has no gradient" if task.part == "select" and task.backward else None

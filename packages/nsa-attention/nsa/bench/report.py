@@ -1,13 +1,13 @@
-"""Benchmark report: the measurements of one command as JSON, as table rows and as Markdown."""
+"""Benchmark report: the measurements of one command as JSON, as table rows, as Markdown and as a chart (SVG)."""
 
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from math import log2
 from typing import Any
 
+from nsa.bench.machine import TimingSpread
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult
 from nsa.bench.roofline import MachinePeaks
-from nsa.bench.timing import TimingSpread
 from nsa.token_counts import spell
 
 SCHEMA = 1
@@ -40,19 +40,22 @@ class BenchReport:
         body = asdict(self) | {"schema": SCHEMA, "figures": [measurement.to_json() for measurement in self.figures]}
         return json.dumps(body, indent=1, ensure_ascii=False)
 
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json() + "\n", encoding="utf-8")
+    def tables(self) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+        """Columns and rows of the measurements and of the memory, where there are any."""
+        figures = (COLUMNS, [row for measurement in self.figures for row in rows(measurement)])
+        memory = (MEMORY_COLUMNS, [memory_row(measured) for measured in self.memory])
+        return [figures] * bool(self.figures) + [memory] * bool(self.memory)
+
+    def notes(self) -> list[str]:
+        return list(dict.fromkeys(note for measurement in self.figures for note in notes(measurement)))
 
     def to_markdown(self) -> str:
         lines = [f"`{self.command}`", "", machine_line(self.machine), ""]
         lines += [warning, ""] if (warning := busy(self.machine)) else []
         lines += [*map(peaks_line, self.peaks), ""] if self.peaks else []
-        if self.figures:
-            lines += to_markdown_table(COLUMNS, [row for measurement in self.figures for row in rows(measurement)])
-            lines += ["", *dict.fromkeys(note for measurement in self.figures for note in notes(measurement))]
-        if self.memory:
-            lines += to_markdown_table(MEMORY_COLUMNS, [memory_row(measured) for measured in self.memory])
+        for columns, body in self.tables():
+            lines += [*to_markdown_table(columns, body), ""]
+        lines += self.notes()
         return "\n".join(lines).rstrip() + "\n"
 
 
@@ -151,3 +154,75 @@ def memory_row(measured: dict[str, Any]) -> tuple[str, ...]:
 def to_markdown_table(columns: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
     table = [columns, tuple("---" for _ in columns), *body]
     return [f"| {' | '.join(row)} |" for row in table]
+
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 320, 52, 200, 22, 44
+_COLOURS = ("#3b6ea8", "#d98032", "#4f9a5b", "#a35a9c", "#b8484a", "#7a7a3c")
+
+Line = dict[int, tuple[float, float, float]]
+"""Length → median and quartiles of the ratio."""
+
+
+def lines(report: BenchReport) -> tuple[dict[str, Line], dict[str, dict[int, float]]]:
+    """Measured ratios by implementation, operation and dtype; allowed ratios by operation."""
+    measured: dict[str, Line] = {}
+    allowed: dict[str, dict[int, float]] = {}
+    for measurement in report.figures:
+        task = measurement.task
+        op = task.op + (f" {task.part}" if task.part != "all" else "")
+        allowed.setdefault(f"{measurement.bound} allow, {op}", {})[task.length] = measurement.allowed
+        for entry in measurement.entries:
+            if entry.ratio is not None:
+                name = f"{entry.name}, {op}{' fwd+bwd' * task.backward}, {task.dtype}"
+                measured.setdefault(name, {})[task.length] = (entry.ratio.median, entry.ratio.low, entry.ratio.high)
+    return measured, allowed
+
+
+def draw(report: BenchReport) -> str:
+    commit = (report.machine["commit"] or "unknown")[:10]
+    where = report.machine["gpu"]["name"] if report.machine.get("gpu") else report.machine["cpu"]
+    caption = f"times faster than dense SDPA, by tokens · {where} · commit {commit}"
+    return draw_lines(*lines(report), caption)
+
+
+def draw_lines(measured: dict[str, Line], allowed: dict[str, dict[int, float]], caption: str) -> str:
+    """Ratios over length with their spread, dashed lines to compare them with, and what they are."""
+    lengths = sorted({n for points in allowed.values() for n in points})
+    tops = [high for line in measured.values() for _, _, high in line.values()]
+    tops += [value for points in allowed.values() for value in points.values()]
+    bottoms = [low for line in measured.values() for _, low, _ in line.values()]
+    low, high = log2(min([0.5, *bottoms])), log2(max([2.0, *tops]) * 1.1)
+    first, last = (log2(lengths[0]), log2(lengths[-1])) if lengths else (0.0, 1.0)
+
+    def x(length: float) -> float:
+        share = (log2(length) - first) / (last - first) if last > first else 0.5
+        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _TOP + (high - log2(value)) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = []
+    for power in range(int(low) - 1, int(high) + 1):
+        if low <= power <= high:
+            strong, level = ' stroke-width="2"' if power == 0 else "", y(2.0**power)
+            parts.append(f'<path d="M{_LEFT} {level:.1f}H{_WIDTH - _RIGHT}" stroke="#8884"{strong}/>')
+            parts.append(f'<text x="{_LEFT - 8}" y="{level + 4:.1f}" text-anchor="end">{2.0**power:g}×</text>')
+    parts += [f'<text x="{x(n):.1f}" y="{_HEIGHT - 26}" text-anchor="middle">{spell(n)}</text>' for n in lengths]
+    legend = _TOP + 8
+    for number, (name, line) in enumerate(measured.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        path = " ".join(f"{x(n):.1f},{y(line[n][0]):.1f}" for n in sorted(line))
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for n, (middle, low_quartile, high_quartile) in line.items():
+            parts.append(f'<path d="M{x(n):.1f} {y(low_quartile):.1f}V{y(high_quartile):.1f}" stroke="{colour}"/>'
+                         f'<circle cx="{x(n):.1f}" cy="{y(middle):.1f}" r="3.5" fill="{colour}"/>')  # fmt: skip
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 10}" y="{legend}" class="s" style="fill:{colour}">{name}</text>')
+        legend += 16
+    for name, points in allowed.items():
+        path = " ".join(f"{x(n):.1f},{y(points[n]):.1f}" for n in sorted(points))
+        parts.append(f'<polyline points="{path}" fill="none" stroke="#888" stroke-dasharray="5 4"/>')
+        parts.append(f'<text x="{_WIDTH - _RIGHT + 10}" y="{legend}" class="s">{name} (dashed)</text>')
+        legend += 16
+    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{caption}</text>')
+    style = "<style>text{font:13px sans-serif;fill:#888}.s{font-size:10px}</style>"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}">{style}{"".join(parts)}</svg>\n'

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from nsa.bench.case import CPU, TORCH_DTYPES, BenchTask
-from nsa.bench.machine import clock_of, pinned
-from nsa.bench.timing import Now
+from nsa.bench.machine import Now, clock_of, pinned
 
 BACKWARD_FACTOR = 2.5  # five matrix products against forward's two: the scores are computed again
 _MATRIX, _STREAM_BYTES, _REPEATS = {"cpu": 2048, "cuda": 8192}, 1 << 29, 5

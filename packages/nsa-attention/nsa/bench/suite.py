@@ -1,10 +1,18 @@
-"""Benchmark suite behind `nsa bench`: measures the machine, then every requested length and dtype, into one report."""
+"""Benchmark suite behind `nsa bench`: measures the machine, then every requested length and dtype, into one report.
 
-from collections.abc import Iterator
+Each result is printed once it is known, and the report written where it was asked for.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from nsa.bench.case import BenchTask
+import torch
+
+from nsa.bench import report as reports
+from nsa.bench.case import DTYPES, PARTS, BenchTask, shape_named
 from nsa.bench.machine import (
     available_cores,
     describe_device,
@@ -17,7 +25,6 @@ from nsa.bench.measurement import BenchMeasurement, Log, choose_implementations,
 from nsa.bench.memory import measure_memory
 from nsa.bench.report import BenchReport
 from nsa.bench.roofline import MachinePeaks, measure_peaks
-from nsa.bench.shapes import DTYPES, PARTS, shape_named
 from nsa.bench.train_step import measure_train
 from nsa.errors import ConfigError
 from nsa.kernels.gpu_versions import device_named
@@ -67,11 +74,45 @@ class BenchRequest:
                     yield BenchTask(op, shape, length, dtype, b, self.part, self.device)
 
 
-def run(
-    request: BenchRequest, report: BenchReport, log: Log
+def bench(
+    request: BenchRequest, command: str, log: Log, show: Callable[[str], None],
+    show_table: Callable[[tuple[str, ...], list[tuple[str, ...]]], None], *, json: Path | None = None,
+    plot: Path | None = None, markdown: Path | None = None,
+) -> None:  # fmt: skip
+    """Measure, print with the functions given, and write the files that are named."""
+    if request.real_time:
+        require_real_time()
+    device = device_named(request.device)
+    machine = describe_machine() | {"real_time": request.real_time}
+    report = BenchReport(command, machine if device.type == "cpu" else machine | {"gpu": describe_device(device)})
+    show(reports.machine_line(report.machine))
+    if warning := reports.busy(report.machine):
+        show(warning)
+    for result in _run(request, device, report, log):
+        if isinstance(result, MachinePeaks):
+            show(reports.peaks_line(result))
+        elif json is not None:  # an interrupted run keeps what it measured
+            _write(json, report.to_json() + "\n")
+    for columns, rows in report.tables():
+        show_table(columns, rows)
+    for note in report.notes():
+        show(note)
+    for path, text in ((json, lambda: report.to_json() + "\n"), (plot, lambda: reports.draw(report)),
+                       (markdown, report.to_markdown)):  # fmt: skip
+        if path is not None:
+            _write(path, text())
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _run(
+    request: BenchRequest, device: torch.device, report: BenchReport, log: Log
 ) -> Iterator[BenchMeasurement | MachinePeaks | dict[str, object]]:
     """Yield each result once it is in the report: the machine's peaks, then a measurement per task."""
-    threads, device = request.threads or len(available_cores()), device_named(request.device)
+    threads = request.threads or len(available_cores())
     if request.op == "machine":
         for n in sorted({1, threads}) if device.type == "cpu" else [threads]:
             log(f"measuring the machine with {n} thread{'s' * (n > 1)}")
@@ -97,21 +138,12 @@ def run(
     yield peaks
     with pinned(threads):
         for task in tasks:
-            task_log = _for_task(task, log)
+            options: dict[str, Any] = dict(threads=threads, budget_s=request.budget_s, log=_for_task(task, log))
             if task.op == "train":
-                measurement = measure_train(
-                    task, implementations, threads=threads, budget_s=request.budget_s, log=task_log
-                )
+                measurement = measure_train(task, implementations, **options)
             else:
                 measurement = measure(
-                    task,
-                    implementations,
-                    data=request.data,
-                    threads=threads,
-                    budget_s=request.budget_s,
-                    peaks=peaks,
-                    log=task_log,
-                    real_time=request.real_time,
+                    task, implementations, data=request.data, peaks=peaks, real_time=request.real_time, **options
                 )
             report.figures.append(measurement)
             yield measurement
@@ -120,10 +152,3 @@ def run(
 def _for_task(task: BenchTask, log: Log) -> Log:
     what = f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
     return lambda text: log(f"{what}: {text}")
-
-
-def new_report(command: str, device: str = "cpu", *, real_time: bool = False) -> BenchReport:
-    if real_time:
-        require_real_time()
-    machine, where = describe_machine() | {"real_time": real_time}, device_named(device)
-    return BenchReport(command, machine if where.type == "cpu" else machine | {"gpu": describe_device(where)})

@@ -7,58 +7,51 @@ ends with 0 if all hold, 1 if one fails, 20 if a backend or device that was aske
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
-import torch
-
+from nsa.bench.case import TORCH_DTYPES
 from nsa.check.installation import installation_facts
 from nsa.check.prove import prove
-from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import NSAError
 from nsa.kernels.cpu import build
 from nsa.kernels.gpu_versions import device_named
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m nsa.check", description=__doc__.partition("\n\n")[2])
     parser.add_argument("--device", help="e.g. cpu or cuda:1 (default: cuda if available, else cpu)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="fp32")
     parser.add_argument("--heads", type=int, default=12, help="query heads (default: 12)")
     parser.add_argument("--kv-groups", type=int, default=2, help="key/value groups (default: 2)")
     parser.add_argument("--width", type=int, default=64, help="width of keys and values (default: 64)")
     parser.add_argument("--json", action="store_true", help="print facts and checks as JSON")
     options = parser.parse_args(arguments)
     try:
-        return check(options)
+        return _check(options)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def check(options: argparse.Namespace) -> int:
-    device, dtype, width = device_named(options.device), DTYPES[options.dtype], options.width
+def _check(options: argparse.Namespace) -> int:
+    device = device_named(options.device)
     if device.type == "cpu" and not build.is_built():
         print("compiling the CPU kernels, once for this machine …", file=sys.stderr)
-    with torch.device("meta"):  # only its shape is needed
-        attention = NSAAttention(options.heads * width, options.heads, options.kv_groups, width, width)
-    facts = installation_facts(attention, device, dtype, options.dtype)
+    sizes = device, options.dtype, options.heads, options.kv_groups, options.width, options.width
+    facts = installation_facts(*sizes)
     if not options.json:
-        print_facts(facts)
+        _print_facts(facts)
     results = []
-    for result in prove(device, dtype, options.heads, options.kv_groups, width, width):
+    for result in prove(*sizes):
         results.append(result)
         if not options.json:
-            verdict = "holds" if result.holds else "FAILS"
-            print(f"{verdict}  {result.claim:44} {result.measured:9.2g}  (at most {result.limit:g})", flush=True)
+            print(result.line, flush=True)
     if options.json:
-        print(json.dumps({**facts, "checks": [{**asdict(each), "holds": each.holds} for each in results]}, indent=2))
+        print(json.dumps({**facts, "checks": [result.summary for result in results]}, indent=2))
     return 0 if all(result.holds for result in results) else 1
 
 
-def print_facts(facts: dict[str, Any]) -> None:
+def _print_facts(facts: dict[str, Any]) -> None:
     print(f"nsa {facts['nsa']}, torch {facts['torch']}, Python {facts['python']}")
     print(f"{facts['device']} ({facts['device_name']}), {facts['threads']} threads, {facts['dtype']}")
     print(f"kernels: {facts['kernels']}")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nsa import __version__
+from nsa.bench.case import TORCH_DTYPES
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernel_variables import requested_backends
 from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
@@ -18,9 +19,12 @@ from nsa.kernels.registry import BACKENDS, BRANCHES, BackendChoice
 
 
 def installation_facts(
-    attention: NSAAttention, where: torch.device, dtype: torch.dtype, dtype_name: str
+    where: torch.device, dtype_name: str, n_heads: int, n_kv_groups: int, d_k: int, d_v: int
 ) -> dict[str, Any]:
     """Versions, device, and each branch's backends with reasons, ready for JSON."""
+    dtype = TORCH_DTYPES[dtype_name]
+    with torch.device("meta"):  # only its shape is needed
+        attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
     choices = attention.plan(where, dtype).choices
     accelerator = torch.cuda.get_device_name(where) if where.type == "cuda" else "no GPU" if where.type == "cpu" else ""
     return {
@@ -34,7 +38,7 @@ def installation_facts(
         "dtype": dtype_name,
         "cpu_kernels": describe() if where.type == "cpu" else None,
         "kernels": kernels_text(choices),
-        "triton_check": _verdict(attention, where, dtype, choices) if where.type == "cuda" else None,
+        "triton_check": _verdict_text(attention, where, dtype, choices) if where.type == "cuda" else None,
         "backends": [
             dict(zip(("branch", "backend", "here", "why"), row, strict=True))
             for row in _rows(attention, where, dtype, choices)
@@ -62,7 +66,7 @@ def _slow_start_warning() -> str | None:
     )
 
 
-def _verdict(
+def _verdict_text(
     attention: NSAAttention, device: torch.device, dtype: torch.dtype, choices: Sequence[BackendChoice]
 ) -> str:
     """Whether the Triton kernels passed their check, and the file of the record; without a check if none was needed."""

@@ -4,7 +4,7 @@ Each compares with a definition (dense attention, the whole sequence, counted re
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,68 +12,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.bench.case import BenchShape
+from nsa.check.cases import MODULE, ModuleCase
+from nsa.check.comparison import PLAIN_FACTOR, CheckResult, bounded, tolerance, worst_row_error
+from nsa.check.module_checks import causal_outputs, second_run, token_by_token
 from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.rope import rotate
 
-_LENGTH = 601  # odd, several chunks and blocks
-_DENSE: dict[str, dict[str, int]] = {"sliding": dict(w=_LENGTH), "selected": dict(n_sel=10)}  # attend to all keys
-AUTOCAST_LIMIT = 2.0
+_DENSE: dict[str, dict[str, Any]] = {"sliding": dict(w=MODULE.length), "selected": dict(n_sel=10)}
+"""Sizes with which a branch attends to all keys."""
 _SHARP = 2.0  # standard deviation of queries and keys: logits of ±10 and more, sensitive to rounded scores
 
 
-@dataclass(frozen=True)
-class ProofResult:
-    claim: str
-    measured: float
-    limit: float
-    """The claim holds while measured ≤ limit."""
-
-    @property
-    def holds(self) -> bool:
-        return self.measured <= self.limit
-
-
 def prove(
-    device: torch.device, dtype: torch.dtype, n_heads: int, n_kv_groups: int, d_k: int, d_v: int
-) -> Iterator[ProofResult]:
-    """Yield each result as soon as it is known. Errors are relative to the largest value."""
-    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 2e-2)
-
-    def module(**changes: Any) -> NSAAttention:
-        torch.manual_seed(0)
-        sizes: dict[str, Any] = dict(l=32, d=16, l_sel=64, n_sel=4, w=128) | changes
-        return NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v, **sizes).to(device, dtype)
-
-    x = torch.randn(1, _LENGTH, n_heads * d_k, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    with torch.no_grad():
-        window, blocks = (_against_dense(module(**sizes), branch, x) for branch, sizes in _DENSE.items())
-        yield ProofResult("window over everything = dense attention", window, tolerance)
-        yield ProofResult("all blocks selected = dense attention", blocks, tolerance)
-        yield ProofResult("token by token = whole", _against_whole(module(), x), tolerance)
-        yield ProofResult("packed documents = each alone", _packed_against_alone(module(), x), tolerance)
-        yield ProofResult("values that differ when the future changes", _bits_changed_by_the_future(module(), x), 0)
-        yield ProofResult("reads counted − reads predicted", _read_difference(module(), x), 0)
-    yield ProofResult("gradients that differ between two runs", _gradient_bits_changed(module(), x), 0)
-    ratios = [autocast_error(module(**sizes).float(), branch, x.float()) for branch, sizes in _DENSE.items()]
-    yield ProofResult("error under autocast, × PyTorch attention's", max(ratios), AUTOCAST_LIMIT)
+    device: torch.device, dtype: str, n_heads: int, n_kv_groups: int, d_k: int, d_v: int
+) -> Iterator[CheckResult]:
+    """Yield each result as soon as it is known."""
+    shape = BenchShape(n_heads, n_kv_groups, d_k, d_v, MODULE.shape.geometry)
+    case = replace(MODULE, shape=shape, device=device, dtype=dtype)
+    yield _against_dense(case, "window over everything = dense attention", "sliding")
+    yield _against_dense(case, "all blocks selected = dense attention", "selected")
+    yield from token_by_token(case)
+    yield _packed_against_alone(case)
+    yield from causal_outputs(case)
+    yield _read_difference(case)
+    yield next(second_run(case))
+    yield error_under_autocast(case)
 
 
-def _error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).abs().max() / want.double().abs().max()).item()
-
-
-def _against_dense(module: NSAAttention, branch: str, x: Tensor) -> float:
+@torch.no_grad()
+def _against_dense(case: ModuleCase, claim: str, branch: str) -> CheckResult:
     """One branch alone (gate 1, others 0) against PyTorch attention in fp64 over that branch's keys and values."""
-    _open_one_gate(module, branch)
+    module, x = case.attention(**_DENSE[branch]), case.tokens()
+    assert module.gates is not None
+    module.gates.proj.weight.zero_()
+    module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index(branch)] = 1e4
     dense = _dense(module, *(y.double() for y in _projected(module, branch, x)))
-    return _error(module(x), F.linear(dense.flatten(2), module.w_out.weight.double()))
+    want = F.linear(dense.flatten(2), module.w_out.weight.double())
+    return bounded(f"{claim}, {case.dtype}", worst_row_error(module(x), want), tolerance(case.torch_dtype))
 
 
-def autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
-    """Error under bf16 autocast of a branch that attends to all keys, fp32 weights, divided by the error of PyTorch's
-    attention on the same inputs in the same mode: the worst of output, dq, dk and dv."""
+def error_under_autocast(case: ModuleCase) -> CheckResult:
+    """Error of kernels under bf16 autocast from fp32 weights, by that of PyTorch's attention on the same inputs in the
+    same mode: the worst of output, dq, dk and dv of branches that attend to all keys."""
+    case = replace(case, dtype="fp32")
+    errors = {branch: _autocast_error(case.attention(**_DENSE[branch]), branch, case.tokens()) for branch in _DENSE}
+    branch = max(errors, key=lambda branch: errors[branch])
+    return bounded("error under autocast, × PyTorch attention's", errors[branch], PLAIN_FACTOR, branch)
+
+
+def _autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
     with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
         for weight in (module.w_q.weight, module.w_k.weight):
             weight *= _SHARP / (weight.std() * weight.shape[1] ** 0.5)
@@ -86,12 +76,6 @@ def autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
     return max(
         ((mine - want).norm() / (its - want).norm()).item() for mine, its, want in zip(ours, plain, truth, strict=True)
     )
-
-
-def _open_one_gate(module: NSAAttention, branch: str) -> None:
-    assert module.gates is not None
-    module.gates.proj.weight.zero_()
-    module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index(branch)] = 1e4
 
 
 def _projected(module: NSAAttention, branch: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,36 +120,21 @@ def _output_and_gradients(run: Callable[..., Tensor], module: NSAAttention, leav
     return [x.detach().double() for x in (out, *torch.autograd.grad((out * weight).sum(), leaves))]
 
 
-def _against_whole(module: NSAAttention, x: Tensor) -> float:
-    cache = module.new_cache(1, x.shape[1])
-    sizes = [300, 37, x.shape[1] - 377, *[1] * 40]
-    return _error(torch.cat([module(part, cache=cache) for part in x.split(sizes, 1)], 1), module(x))
-
-
-def _packed_against_alone(module: NSAAttention, x: Tensor) -> float:
-    lengths = [5, 200, 1, x.shape[1] - 206]
+@torch.no_grad()
+def _packed_against_alone(case: ModuleCase) -> CheckResult:
+    module, x = case.attention(), case.tokens()
+    lengths = [5, 200, 1, case.length - 206]
     ends = torch.tensor([0, *lengths], device=x.device).cumsum(0).int()
-    return _error(module(x, cu_doc_lens=ends), torch.cat([module(part) for part in x.split(lengths, 1)], 1))
+    alone = torch.cat([module(part) for part in x.split(lengths, 1)], 1)
+    error = worst_row_error(module(x, cu_doc_lens=ends), alone)
+    return bounded(f"packed documents = each alone, {case.dtype}", error, tolerance(case.torch_dtype))
 
 
-def _bits_changed_by_the_future(module: NSAAttention, x: Tensor) -> float:
-    clean, changed = module(x), 0
-    for cut in (1, 64, 333, x.shape[1] - 1):
-        poisoned = x.clone()
-        poisoned[:, cut:] = 1e4
-        changed += int((module(poisoned)[:, :cut] != clean[:, :cut]).sum())
-    return changed
-
-
-def _read_difference(module: NSAAttention, x: Tensor) -> float:
+@torch.no_grad()
+def _read_difference(case: ModuleCase) -> CheckResult:
+    module = case.attention()
     with probing(module) as probes:
-        module(x)
+        module(case.tokens())
     figures = probes[""].figures
-    return abs(int(figures["reads_act_total"]) - int(figures["reads_pred"]))
-
-
-def _gradient_bits_changed(module: NSAAttention, x: Tensor) -> float:
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(module(x).float().square().sum(), list(module.parameters()))
-
-    return sum(int((a != b).sum()) for a, b in zip(gradients(), gradients(), strict=True))
+    difference = abs(int(figures["reads_act_total"]) - int(figures["reads_pred"]))
+    return bounded(f"reads counted − reads predicted, {case.dtype}", difference, 0)

@@ -1,6 +1,7 @@
 """Backend registry: selects a kernel backend per branch at construction and records why. Never substitutes one."""
 
 import functools
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from nsa.kernels.interface import KernelShape as KernelShape
 from nsa.kernels.interface import TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
-from nsa.kernels.self_check.verification import Verification, verification
 
 warm_up_vector_math()
 
@@ -43,6 +43,25 @@ RequestedKernels = str | Mapping[str, str] | BackendRequest
 
 
 @dataclass(frozen=True)
+class KernelVerdict:
+    """Whether a backend passed its check on a device."""
+
+    passed: bool
+    reason: str
+    """Why not; empty if it passed."""
+    evidence: str = ""
+    """The record's file, if there is one."""
+    checked: bool = True
+    """False: there was no GPU to check it on."""
+
+    @property
+    def summary(self) -> str:
+        """Why it is not used, in one line."""
+        evidence = f" (evidence: {self.evidence})" if self.evidence else ""
+        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else self.reason
+
+
+@dataclass(frozen=True)
 class KernelBackend:
     name: str
     functions: KernelFunctions
@@ -50,7 +69,7 @@ class KernelBackend:
     """The reason it cannot compute this branch for this device, dtype and shape; None if it can."""
     by_default: bool = True
     """Whether 'auto' takes it without a check."""
-    verify: Callable[[torch.device, torch.dtype, KernelShape], Verification] | None = None
+    verify: Callable[[torch.device, torch.dtype, KernelShape], KernelVerdict] | None = None
     """Checks it on the device at hand: on a GPU, 'auto' also takes a backend that passes."""
     compressed_and_select: Callable[..., tuple[Tensor, ...]] | None = None
     """Both in one pass: they need the same probabilities."""
@@ -106,6 +125,12 @@ def _any_floating_point(branch: str, device: torch.device, dtype: torch.dtype, s
     return None if dtype.is_floating_point else f"it computes floating point, not {dtype}"
 
 
+def _verdict_on_triton(device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelVerdict:
+    """The verdict of `nsa.check`, which is looked up when a GPU first needs it: kernels import nothing of it."""
+    verdict: KernelVerdict = pkgutil.resolve_name("nsa.check.self_check:triton_verdict")(device, dtype, shape)
+    return verdict
+
+
 # In order of preference.
 BACKENDS: dict[str, KernelBackend] = {
     backend.name: backend
@@ -123,7 +148,7 @@ BACKENDS: dict[str, KernelBackend] = {
             ops.bind("triton", triton),
             triton.why_not,
             by_default=False,
-            verify=verification,
+            verify=_verdict_on_triton,
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),

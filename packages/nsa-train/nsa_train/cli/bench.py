@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,40 +171,19 @@ def _run(
     dtype: str = "fp32",
     backend: list[str] | None = None,
     peers: bool = False,
-    real_time: bool = False,
     **rest: Any,
 ) -> None:
     require_writable_file(json, plot, markdown)
 
-    from nsa.bench import plot as plotting
-    from nsa.bench import report as reports
-    from nsa.bench.suite import BenchRequest, new_report, run
+    from nsa.bench.suite import BenchRequest, bench
 
-    request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, real_time=real_time, **rest)
-    report = new_report(" ".join(["nsa", *sys.argv[1:]]), request.device, real_time=real_time)
+    request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, **rest)
     console = stdout_console()
-    console.print(reports.machine_line(report.machine))
-    if warning := reports.busy(report.machine):
-        console.print(warning, style="yellow")
     with progress() as log:
-        for result in run(request, report, log):
-            if isinstance(result, reports.MachinePeaks):
-                console.print(reports.peaks_line(result))
-            elif json is not None:  # an interrupted run keeps what it measured
-                report.write(json)
-    if report.figures:
-        _print_table(console, reports.COLUMNS, [row for figure in report.figures for row in reports.rows(figure)])
-        for note in dict.fromkeys(note for figure in report.figures for note in reports.notes(figure)):
-            console.print(note, markup=False)
-    if report.memory:
-        _print_table(console, reports.MEMORY_COLUMNS, [reports.memory_row(measured) for measured in report.memory])
-    if json is not None:
-        report.write(json)
-    if plot is not None:
-        plotting.write(report, plot)
-    if markdown is not None:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        markdown.write_text(report.to_markdown(), encoding="utf-8")
+        bench(
+            request, " ".join(["nsa", *sys.argv[1:]]), log, partial(console.print, markup=False),
+            partial(_print_table, console), json=json, plot=plot, markdown=markdown,
+        )  # fmt: skip
 
 
 def stdout_console() -> Console:

@@ -1,6 +1,5 @@
 """`nsa doctor`: hardware and software of this machine, and the kernel backend chosen for each branch."""
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -10,7 +9,7 @@ from nsa_train.cli.outputs import print_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa.check.prove import ProofResult
+    from nsa.check.comparison import CheckResult
 
 
 def doctor(
@@ -32,37 +31,31 @@ def doctor(
 
     **Example:** `nsa doctor --prove --dtype fp32 --n-heads 16 --n-kv-groups 1`
     """
-    import torch
     from rich.console import Console
 
+    from nsa.bench.case import TORCH_DTYPES
     from nsa.check.installation import installation_facts
     from nsa.check.prove import prove as run_checks
-    from nsa.core.nsa_attention import NSAAttention
     from nsa.kernels.cpu import build
     from nsa.kernels.gpu_versions import device_named
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if dtype not in dtypes:
-        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(dtypes)}.", param_hint="--dtype")
+    if dtype not in TORCH_DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(TORCH_DTYPES)}.", param_hint="--dtype")
     where = device_named(device)
     console = Console(width=None if Console().is_terminal else 120, highlight=False, quiet=as_json)
     if where.type == "cpu" and not build.is_built():
         console.print("compiling the CPU kernels, once for this machine …")
-    with torch.device("meta"):  # only its shape is needed
-        attention = NSAAttention(n_heads * d_k, n_heads, n_kv_groups, d_k, d_v)
-    facts = installation_facts(attention, where, dtypes[dtype], dtype)
+    sizes = where, dtype, n_heads, n_kv_groups, d_k, d_v
+    facts = installation_facts(*sizes)
     _print_facts(console, facts)
-    checks: list[ProofResult] = []
-    for check in run_checks(where, dtypes[dtype], n_heads, n_kv_groups, d_k, d_v) if prove else ():
+    checks: list[CheckResult] = []
+    for check in run_checks(*sizes) if prove else ():
         if not checks:
             console.print()
         checks.append(check)
-        verdict = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
-        console.print(f"{verdict}  {check.claim:44} {check.measured:9.2g}  (at most {check.limit:g})")
+        console.print(check.line, markup=False, style=None if check.holds else "bold red")
     if as_json:
-        print_json(
-            {**facts, "checks": [{**asdict(check), "holds": check.holds} for check in checks] if prove else None}
-        )
+        print_json({**facts, "checks": [check.summary for check in checks] if prove else None})
     if not all(check.holds for check in checks):
         raise typer.Exit(1)
     console.print(

@@ -16,9 +16,9 @@ from nsa_train.cli.startup import sigterm_as_interrupt
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nsa.check.gpu_check.check_result import CheckResult
-    from nsa.check.gpu_check.report import GpuCheckReport
-    from nsa.check.gpu_check.runner import GpuCheckRunner
+    from nsa.check.comparison import CheckResult
+    from nsa.check.gpu_check import GpuCheckRunner
+    from nsa.check.gpu_check_report import GpuCheckReport
 
 _INTERRUPTED = 130  # exit code of a shell for SIGINT
 _WIDTH = 240  # of a table that goes to a file
@@ -45,8 +45,8 @@ def gpu_check(
     from rich.console import Console
 
     from nsa.bench.machine import describe_machine
-    from nsa.check.gpu_check.report import GpuCheckReport, refuse_rehearsal_among_results
-    from nsa.check.gpu_check.runner import GpuCheckRequest, GpuCheckRunner, check_sizes, select_checks
+    from nsa.check.gpu_check import GpuCheckRequest, GpuCheckRunner
+    from nsa.check.gpu_check_report import GpuCheckReport, refuse_rehearsal_among_results
     from nsa_train.config.env import without_settings
 
     require_writable_folder(out)
@@ -57,14 +57,11 @@ def gpu_check(
     if find_spec("triton") is None:
         raise ConfigError("the package triton is not installed, and its kernels are what is checked. It comes with "
                           "torch's GPU builds; for a rehearsal: pip install triton==3.7.1.")  # fmt: skip
-    wanted = tuple(only or ())
-    checks = select_checks(check_sizes(rehearse=rehearse, full=full), wanted)
+    request = GpuCheckRequest(rehearse, full, tuple(only or ()))
     environ = {name: value for name, value in without_settings().items() if name != "TRITON_INTERPRET"}
-    runner = GpuCheckRunner(
-        GpuCheckRequest(rehearse, full, wanted), checks, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {})
-    )
+    runner = GpuCheckRunner(request, environ | ({"TRITON_INTERPRET": "1"} if rehearse else {}))
     record = GpuCheckReport(
-        shlex.join(["nsa", *sys.argv[1:]]), describe_machine(), rehearse, full, wanted, traces=runner.traces
+        shlex.join(["nsa", *sys.argv[1:]]), describe_machine(), rehearse, full, request.only, traces=runner.traces
     )
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False, markup=False, soft_wrap=True)
     try:
@@ -93,7 +90,8 @@ def _require_gpu() -> None:
 
 def _run_checks(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Console") -> None:
     """Print each result as it arrives; on a terminal, the current check below."""
-    from nsa.check.gpu_check.check_result import CheckResult, GpuCheck
+    from nsa.check.comparison import CheckResult
+    from nsa.check.gpu_check_report import GpuCheck
 
     n, begun, began = len(runner.checks), 0, time.monotonic()
     with console.status("starting") as status:
@@ -108,7 +106,7 @@ def _run_checks(runner: "GpuCheckRunner", record: "GpuCheckReport", console: "Co
 
 
 def _line(row: "CheckResult") -> str:
-    from nsa.check.gpu_check.report import cells
+    from nsa.check.gpu_check_report import cells
 
     verdict, subject, claim, measured, limit, seconds, note = cells(row)
     bound = f"{measured:>9} {f'≤ {limit}' if limit else '':8}" if row.verdict != "fact" else f"{measured:18}"

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded, fact
-from nsa.check.gpu_check.sizes import BACKEND, CheckSizes
+from nsa.check.cases import BACKEND, CheckSizes
+from nsa.check.comparison import CheckResult, CheckStatus, bounded, fact
+from nsa.check.gpu_check_report import GpuCheck
 from nsa_train import names
 from nsa_train.config import load
 from nsa_train.config.env import without_settings
@@ -28,15 +29,15 @@ _TIMEOUT_S = 1500.0
 _LAST_LINES = 5
 
 
-def checks(scope: CheckSizes) -> Iterator[GpuCheck]:
-    yield GpuCheck("training", "steps of train_50k", partial(_train_50k, scope))
+def checks(sizes: CheckSizes) -> Iterator[GpuCheck]:
+    yield GpuCheck("training", "steps of train_50k", partial(_train_50k, sizes))
 
 
-def _train_50k(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
+def _train_50k(sizes: CheckSizes) -> Iterator[CheckResult]:
     claim = "steps of configs/train_50k.yaml by the trainer"
     with tempfile.TemporaryDirectory() as folder:
-        changes = [*scope.training, f"train.out_dir={folder}/run", "data.dataset=synthetic", "data.tokenizer=byte"]
-        environ = without_settings() | ({} if scope.is_gpu else {"TRITON_INTERPRET": "1"})
+        changes = [*sizes.training, f"train.out_dir={folder}/run", "data.dataset=synthetic", "data.tokenizer=byte"]
+        environ = without_settings() | ({} if sizes.is_gpu else {"TRITON_INTERPRET": "1"})
         done = subprocess.run(
             [sys.executable, "-m", "nsa_train.cli", "train", str(CONFIG), *changes],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=environ,
@@ -48,12 +49,12 @@ def _train_50k(scope: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
             yield CheckResult(claim, CheckStatus.FAILS, done.returncode, 0, _last_lines(done.stdout))
             return
         env = json.loads((Path(folder) / "run" / names.ENV).read_text(encoding="utf-8"))
-    yield from _trained(scope, claim, changes, progress, env)
+    yield from _trained(sizes, claim, changes, progress, env)
 
 
 def _trained(
-    scope: CheckSizes, claim: str, changes: list[str], progress: list[HeartbeatRecord], env: dict[str, Any]
-) -> Iterator[CheckResult | MeasuredTable]:
+    sizes: CheckSizes, claim: str, changes: list[str], progress: list[HeartbeatRecord], env: dict[str, Any]
+) -> Iterator[CheckResult]:
     losses = [beat.loss for beat in progress if beat.loss is not None]
     bad = len(progress) - sum(math.isfinite(loss) for loss in losses)
     yield bounded(f"{claim}: records without a finite loss", bad, 0, f"loss {losses[0]:.4f} … {losses[-1]:.4f}")
@@ -61,7 +62,7 @@ def _trained(
              if one["backend"] != BACKEND]  # fmt: skip
     yield bounded("train_50k: branches on another backend than Triton", len(other), 0, "; ".join(other))
     speed = progress[-1].toks_per_s or 0.0
-    if not scope.is_gpu:
+    if not sizes.is_gpu:
         yield fact("train_50k: tokens/s", "interpreted kernels are not timed")
         return
     config = load(CONFIG, overrides=changes)

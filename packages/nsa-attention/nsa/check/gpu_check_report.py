@@ -1,20 +1,41 @@
-"""GPU check report: JSON and Markdown files, and whether they count as a result."""
+"""What the checks of `nsa gpu-check` yield, and their report: two files, and whether they count as a result."""
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nsa.bench import report
-from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, MeasuredTable
+from nsa.check.comparison import CheckResult, CheckStatus
 from nsa.errors import ConfigError
 
-SCHEMA = 1
-RESULTS = Path("bench/results")
+_SCHEMA = 1
+_RESULTS = Path("bench/results")
 INCOMPLETE_RESULTS = Path("artifacts/gpu_check")
-COLUMNS = ("verdict", "subject", "claim", "measured", "at most", "seconds", "note")
-REHEARSAL = "REHEARSAL"
+_COLUMNS = ("verdict", "subject", "claim", "measured", "at most", "seconds", "note")
+_REHEARSAL = "_REHEARSAL"
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """A measurement for the report: its JSON record, and table rows and notes as text."""
+
+    record: dict[str, Any]
+    rows: list[tuple[str, ...]]
+    notes: list[str]
+    kind: str = "figures"
+    """Section of the report: gpu, peaks, figures or memory."""
+
+
+@dataclass(frozen=True)
+class GpuCheck:
+    """A check that yields one or more results. If it crashes, the next one still runs."""
+
+    subject: str
+    name: str
+    run: Callable[[], Iterator[CheckResult | MeasuredTable]]
 
 
 @dataclass
@@ -49,11 +70,11 @@ class GpuCheckReport:
 
     def flaws(self) -> list[str]:
         """Why this is not a complete result of a GPU; empty if it is."""
-        return flaws(dict(rehearsal=self.rehearsal, only=self.only, complete=self.complete))
+        return _flaws(vars(self))
 
     def title(self) -> str:
         if self.rehearsal:
-            return f"{REHEARSAL} of the GPU check: a CPU, interpreted kernels, tiny shapes; no result"
+            return f"{_REHEARSAL} of the GPU check: a CPU, interpreted kernels, tiny shapes; no result"
         part = "" if not self.flaws() else f" ({'; '.join(self.flaws())}: no result)"
         return f"GPU check: {self.gpu['name'] if self.gpu else 'unknown GPU'}{part}"
 
@@ -74,7 +95,7 @@ class GpuCheckReport:
         return "gpu_" + name.removeprefix("nvidia_").removeprefix("amd_") + ("_incomplete" if self.flaws() else "")
 
     def write(self, folder: Path | None) -> tuple[Path, Path]:
-        folder = folder or (INCOMPLETE_RESULTS if self.flaws() else RESULTS)
+        folder = folder or (INCOMPLETE_RESULTS if self.flaws() else _RESULTS)
         folder.mkdir(parents=True, exist_ok=True)
         files = folder / f"{self.stem()}.json", folder / f"{self.stem()}.md"
         for file, text in zip(files, (self.to_json(), self.to_markdown()), strict=True):
@@ -82,7 +103,7 @@ class GpuCheckReport:
         return files
 
     def to_json(self) -> str:
-        body = asdict(self) | {"schema": SCHEMA, "title": self.title(), "holds": self.holds}
+        body = asdict(self) | {"schema": _SCHEMA, "title": self.title(), "holds": self.holds}
         for kind in ("peaks", "figures", "memory"):
             body[kind] = [measured.record for measured in getattr(self, kind)]
         return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
@@ -90,7 +111,7 @@ class GpuCheckReport:
     def to_markdown(self) -> str:
         machine = self.machine | ({"gpu": self.gpu} if self.gpu else {})
         lines = [f"# {self.title()}", "", f"`{self.command}`", "", report.machine_line(machine), ""]
-        lines += [f"{self.summary()}.", "", *report.to_markdown_table(COLUMNS, [cells(row) for row in self.rows]), ""]
+        lines += [f"{self.summary()}.", "", *report.to_markdown_table(_COLUMNS, [cells(row) for row in self.rows]), ""]
         lines += [note for peaks in self.peaks for note in peaks.notes]
         if self.figures:
             columns = (*report.COLUMNS, "modelled")
@@ -118,7 +139,7 @@ def _number(measured: float | str | None) -> str:
     return measured if isinstance(measured, str) else f"{measured:.3g}"
 
 
-def flaws(body: dict[str, Any]) -> list[str]:
+def _flaws(body: dict[str, Any]) -> list[str]:
     reasons = ["a rehearsal without a GPU"] if body["rehearsal"] else []
     reasons += [f"only {', '.join(body['only'])}"] if body["only"] else []
     return reasons + ([] if body["complete"] else ["cut short"])
@@ -127,16 +148,16 @@ def flaws(body: dict[str, Any]) -> list[str]:
 def read_result(file: Path) -> dict[str, Any]:
     """Read a complete report of a real GPU; refuse a rehearsal, a selection of subjects or an interrupted run."""
     body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if found := flaws(body):
+    if reasons := _flaws(body):
         raise ConfigError(
-            f"{file} is no result ({'; '.join(found)}): it is not a complete check of a GPU. "
+            f"{file} is no result ({'; '.join(reasons)}): it is not a complete check of a GPU. "
             f"Run nsa gpu-check to its end on one, without --rehearse and --only."
         )
     return body
 
 
 def refuse_rehearsal_among_results(folder: Path | None) -> None:
-    if folder is not None and folder.absolute().parts[-2:] == RESULTS.parts:
+    if folder is not None and folder.absolute().parts[-2:] == _RESULTS.parts:
         raise ConfigError(
             f"--out is {folder} and --rehearse was given: that folder is for results of GPUs. "
             f"Leave --out out (then {INCOMPLETE_RESULTS} is used) or name another folder."

@@ -3,7 +3,8 @@
 B batch · S queries · T keys of the branch · G kv groups · R heads per group · K key dim · V value dim
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,18 +74,17 @@ class KernelCall:
             self.q_BSGRK.double(), self.compressed[0].double(), layout.pos_BS, layout.first_BS, **self.choosing
         )
 
-    def truth(self, branch: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-        """Output, dq, dk, dv by the reference on the CPU."""
-        return self._by(REFERENCE, branch, CPU, dtype, list(self._parts()), NAMES)
-
-    def whole_truth(self, branch: str, dtype: torch.dtype) -> list[Tensor]:
-        """As in ALL_NAMES."""
-        return self._by(REFERENCE, branch, CPU, dtype, list(self._parts()), ALL_NAMES)
+    def truth(
+        self, branch: str, dtype: torch.dtype = torch.float64, names: tuple[str, ...] = NAMES
+    ) -> list[Tensor]:  # fmt: skip
+        """By the reference on the CPU: NAMES or ALL_NAMES."""
+        return self._in_parts(partial(self._run, REFERENCE, branch, return_lse=True), branch, CPU, dtype, names)
 
     def by_kernel(
         self, backend: str, branch: str, device: torch.device, names: tuple[str, ...] = NAMES
     ) -> list[Tensor]:
-        return self._by(BACKENDS[backend].functions, branch, device, self.dtype, [_WHOLE], names)
+        attend = partial(self._run, BACKENDS[backend].functions, branch, return_lse=True)
+        return self._differentiated(attend, branch, device, self.dtype, names, _WHOLE)
 
     def by_plain_pytorch(self, branch: str, device: torch.device, names: tuple[str, ...] = NAMES) -> list[Tensor]:
         """The formula with PyTorch's operators, every intermediate rounded to the dtype."""
@@ -92,39 +92,31 @@ class KernelCall:
         def attend(part: CallPart, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return plain_attention(q, k, v, self._visible(branch, part).to(device), scale=self.scale)
 
-        return self._differentiated(attend, branch, device, self.dtype, list(self._parts()), names)
+        return self._in_parts(attend, branch, device, self.dtype, names)
 
-    def _by(
-        self, functions: KernelFunctions, branch: str, device: torch.device, dtype: torch.dtype, parts: list[CallPart],
-        names: tuple[str, ...],
-    ) -> list[Tensor]:  # fmt: skip
-        def attend(part: CallPart, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = self._run(functions, branch, leaves, part, return_lse=True)
-            return out, lse
-
-        return self._differentiated(attend, branch, device, dtype, parts, names)
+    def _in_parts(
+        self, attend: Callable[..., Any], branch: str, device: torch.device, dtype: torch.dtype, names: tuple[str, ...]
+    ) -> list[Tensor]:
+        """Row by row and group by group."""
+        rows = []
+        for row in range(self.q_BSGRK.shape[0]):
+            parts = (CallPart(slice(row, row + 1), slice(g, g + 1)) for g in range(self.q_BSGRK.shape[2]))
+            groups = [self._differentiated(attend, branch, device, dtype, names, part) for part in parts]
+            rows.append([torch.cat(results, 2) for results in zip(*groups, strict=True)])
+        return [torch.cat(results) for results in zip(*rows, strict=True)]
 
     def _differentiated(
-        self, attend: Any, branch: str, device: torch.device, dtype: torch.dtype, parts: list[CallPart],
-        names: tuple[str, ...],
+        self, attend: Callable[..., Any], branch: str, device: torch.device, dtype: torch.dtype,
+        names: tuple[str, ...], part: CallPart,
     ) -> list[Tensor]:  # fmt: skip
-        rows: dict[int, list[list[Tensor]]] = {}
-        for part in parts:
-            leaves = self.leaves(branch, device, dtype, part)
-            dout, dlse = part.of(self.dout_BSGRV).to(device, dtype), part.of(self.dlse_BSGR).to(device)
-            out, lse = attend(part, *leaves)
-            results = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=names != NAMES)]
-            if names != NAMES:
-                both = torch.autograd.grad((out, lse), leaves[:2], (dout, dlse.to(lse.dtype)))
-                results += [lse.detach(), *both]
-            rows.setdefault(part.row.start or 0, []).append(results)
-        joined = [[_cat(results, 2) for results in zip(*groups, strict=True)] for groups in rows.values()]
-        return [_cat(results, 0) for results in zip(*joined, strict=True)]
-
-    def _parts(self) -> Iterator[CallPart]:
-        for row in range(self.q_BSGRK.shape[0]):
-            for group in range(self.q_BSGRK.shape[2]):
-                yield CallPart(slice(row, row + 1), slice(group, group + 1))
+        leaves = self.leaves(branch, device, dtype, part)
+        dout, dlse = part.of(self.dout_BSGRV).to(device, dtype), part.of(self.dlse_BSGR).to(device)
+        out, lse = attend(part, *leaves)
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout, retain_graph=names != NAMES)]
+        if names != NAMES:
+            both = torch.autograd.grad((out, lse), leaves[:2], (dout, dlse.to(lse.dtype)))
+            results += [lse.detach(), *both]
+        return results
 
     def leaves(
         self, branch: str, device: torch.device, dtype: torch.dtype | None = None, part: CallPart = _WHOLE
@@ -135,13 +127,12 @@ class KernelCall:
         return [(_view_of_projection(x) if self.strided else x).requires_grad_() for x in tensors_of_part]
 
     def positions(self, device: torch.device, part: CallPart = _WHOLE) -> list[Tensor]:
-        """`layout`, there."""
+        """Of `layout`: position, start, first block."""
         return [part.of(x).to(device) for x in self.layout]
 
     def _run(
-        self, functions: KernelFunctions, branch: str, leaves: tuple[Tensor, ...], part: CallPart, **options: bool
-    ) -> Any:  # fmt: skip
-        q, k, v = leaves
+        self, functions: KernelFunctions, branch: str, part: CallPart, q: Tensor, k: Tensor, v: Tensor, **options: bool
+    ) -> Any:
         pos, start, first = self.positions(q.device, part)
         if branch == "selected":
             idx = part.of(self.idx_BSGN).to(q.device)
@@ -157,13 +148,8 @@ class KernelCall:
         k = part.of((self.compressed if branch == "compressed" else self.raw)[0]).float()
         unit_BTGT = torch.eye(k.shape[1])[None, :, None].expand(k.shape[0], -1, k.shape[2], -1)
         q = torch.zeros_like(part.of(self.q_BSGRK)[:, :, :, :1], dtype=torch.float32)
-        out: Tensor = self._run(REFERENCE, branch, (q, k, unit_BTGT), part)
+        out: Tensor = self._run(REFERENCE, branch, part, q, k, unit_BTGT)
         return out[:, :, :, 0] > 0
-
-
-def _cat(tensors: tuple[Tensor, ...], dim: int) -> Tensor:
-    """One tensor stays as it is, under autocast too."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible_BSGT: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from nsa.bench.shapes import SHAPES
+from nsa.bench.case import SHAPES
+from nsa.check import kernel_checks
+from nsa.check.cases import MOST_TOKENS, packed_rows, self_check_case
+from nsa.check.comparison import CheckResult, bounded, differing, poisoned_memory, relative_rms
 from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels import registry
 from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BACKENDS
-from nsa.kernels.self_check import checks
-from nsa.kernels.self_check.cases import MOST_TOKENS, check_sizes, packed_rows
-from nsa.kernels.self_check.comparison import CheckedFigure, differing_values, poisoned_memory, relative_rms
 from nsa.kernels.triton import PIECE
 
 CPU = torch.device("cpu")
@@ -25,13 +25,13 @@ GEOMETRY = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=12)
 SHAPE = KernelShape(2, 3, 24, 16, GEOMETRY)
 
 
-def figures(shape: KernelShape = SHAPE, dtype: torch.dtype = torch.float32) -> list[CheckedFigure]:
-    sizes = check_sizes(shape, small=True)
-    return [f for part in checks.parts(sizes, CPU, dtype, "cpu") for f in checks.check_part(part, CPU)]
+def figures(shape: KernelShape = SHAPE, dtype: torch.dtype = torch.float32) -> list[CheckResult]:
+    case = self_check_case(shape, small=True)
+    return [f for part in kernel_checks.parts(case, CPU, dtype, "cpu") for f in kernel_checks.check_part(part, CPU)]
 
 
-def wrong(found: list[CheckedFigure]) -> set[str]:
-    return {figure.name for figure in found if not figure.right}
+def wrong(found: list[CheckResult]) -> set[str]:
+    return {figure.claim for figure in found if not figure.holds}
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def replaced(monkeypatch):
 def test_a_right_backend_holds_in_every_part(dtype):
     found = figures(dtype=dtype)
     assert wrong(found) == set()
-    judged = {figure.name for figure in found}
+    judged = {figure.claim for figure in found}
     for branch in ("compressed", "selected", "sliding"):
         for name in ("out", "dq", "dk", "dv", "lse", "dq, lse used", "dk, lse used"):
             assert f"{branch} {name}" in judged
@@ -134,26 +134,26 @@ def test_random_bits_uninitialised_memory_and_autocast_are_seen(replaced):
 
 @pytest.mark.parametrize("shape", [SHAPES[name].kernel for name in ("base", "gqa16", "paper")], ids=str)
 def test_sizes_on_a_gpu_reach_every_path(shape):
-    sizes, g = check_sizes(shape, small=False), shape.geometry
-    assert sizes.length % 16 != 0
-    assert PIECE < sizes.length <= MOST_TOKENS
-    assert g.n_blocks(sizes.length) > g.n_sel
-    assert sizes.length > g.w
-    assert g.n_compressed(sizes.length) > 64  # more than one tile of compressed keys
-    lengths = [end - begin for begin, end in pairwise(sizes.documents[1])]
+    case, g = self_check_case(shape, small=False), shape.geometry
+    assert case.length % 16 != 0
+    assert PIECE < case.length <= MOST_TOKENS
+    assert g.n_blocks(case.length) > g.n_sel
+    assert case.length > g.w
+    assert g.n_compressed(case.length) > 64  # more than one tile of compressed keys
+    lengths = [end - begin for begin, end in pairwise(case.documents[1])]
     assert {0, 1} <= set(lengths)
     assert any(0 < n < g.l for n in lengths[1:])
     assert any(g.l <= n < g.w for n in lengths)
-    short, long = sizes.decode_lengths
+    short, long = case.decode_lengths
     assert g.n_compressed(short) == 0 < g.n_compressed(short + 2)
     assert g.n_compressed(long + 2) == g.n_compressed(long + 1) + 1
     assert long > g.w
     assert g.n_blocks(long) > g.n_sel
-    assert long + 3 <= sizes.length
+    assert long + 3 <= case.length
 
 
 def test_a_window_longer_than_any_row_is_not_filled():
-    assert check_sizes(SHAPE._replace(geometry=Geometry(w=100_000)), small=False).length == MOST_TOKENS
+    assert self_check_case(SHAPE._replace(geometry=Geometry(w=100_000)), small=False).length == MOST_TOKENS
 
 
 def test_positions_are_those_of_packed_documents():
@@ -169,10 +169,10 @@ def test_errors():
     x, inf = torch.tensor([1.0, 2.0]), torch.tensor([-torch.inf, 2.0])
     assert relative_rms(x, x) == 0.0
     assert relative_rms(inf, inf) == 0.0
-    assert not CheckedFigure("", relative_rms(x, inf), 1e9).right
-    assert not CheckedFigure("", relative_rms(inf, x), 1e9).right
-    assert not CheckedFigure("", relative_rms(x * torch.nan, x), 1e9).right
-    assert differing_values({"a": x, "b": x}, {"a": x, "b": x + 1}) == CheckedFigure("b", 2.0, 0.0)
+    assert not bounded("", relative_rms(x, inf), 1e9).holds
+    assert not bounded("", relative_rms(inf, x), 1e9).holds
+    assert not bounded("", relative_rms(x * torch.nan, x), 1e9).holds
+    assert differing("", {"a": x, "b": x}, {"a": x, "b": x + 1}) == bounded("", 2, 0, "b: 2")
     with poisoned_memory():
         assert torch.empty(3).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nsa.check.cases import DECODE_STEPS, KernelCase
+from nsa.check.comparison import SELECTION_LIMIT, CheckResult, Results, blocks_error, bounded, relative_rms, tolerance
+from nsa.check.kernel_call import CPU, REFERENCE, plain_attention
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, TokenDecoder
 from nsa.kernels.registry import BACKENDS
-from nsa.kernels.self_check.cases import DECODE_STEPS, SelfCheckSizes
-from nsa.kernels.self_check.comparison import SELECTION_LIMIT, CheckedFigure, blocks_error, limit_for, relative_rms
-from nsa.kernels.self_check.kernel_call import CPU, REFERENCE, plain_attention
 
 
 class _Stream(NamedTuple):
@@ -32,9 +32,9 @@ class DecodeCase:
 
     name = "decode"
 
-    def __init__(self, sizes: SelfCheckSizes, dtype: torch.dtype) -> None:
-        self.shape, self.geometry, self.dtype = sizes.shape, sizes.shape.geometry, dtype
-        self.lengths, self.capacity, self.batch = sizes.decode_lengths, sizes.length, len(sizes.decode_lengths)
+    def __init__(self, case: KernelCase, dtype: torch.dtype) -> None:
+        self.shape, self.geometry, self.dtype = case.shape, case.shape.geometry, dtype
+        self.lengths, self.capacity, self.batch = case.decode_lengths, case.length, len(case.decode_lengths)
         self.scale = float(self.shape.d_k**-0.5)
         generator = torch.Generator().manual_seed(1)
         s, n_compressed = self.shape, self.geometry.n_compressed(self.capacity)
@@ -50,31 +50,31 @@ class DecodeCase:
         self.q_steps = [tensor(1, s.n_kv_groups, s.heads_per_group, s.d_k) for _ in range(DECODE_STEPS)]
         self.gates = torch.rand(self.batch, 1, s.n_kv_groups, s.heads_per_group, 3, generator=generator)
 
-    def run(self, backend: str, device: torch.device) -> dict[str, Tensor]:
+    def run(self, backend: str, device: torch.device) -> Results:
         """The output and the chosen blocks of every step."""
         view = self._cache(device)
         decoder: TokenDecoder = self._maker(backend)(
             view, heads_per_group=self.shape.heads_per_group, means=False, geometry=self.geometry, scale=self.scale
         )
-        results: dict[str, Tensor] = {}
+        results: Results = {}
         for step, q in enumerate(self.q_steps, start=1):
             self._append(view, decoder, step)
             out, idx = decoder.attend(q.to(device), self._gates(device))
             results |= {f"out, step {step}": out.clone(), f"blocks, step {step}": idx.clone()}
         return results
 
-    def figures(self, got: dict[str, Tensor], device: torch.device) -> list[CheckedFigure]:
-        errors = []
+    def judge(self, got: Results, device: torch.device) -> list[CheckResult]:
+        results = []
         for step, q in enumerate(self.q_steps, start=1):
             idx = got[f"blocks, step {step}"].cpu()
             want = self._mixed(step, idx, torch.float32, CPU)
             plain = relative_rms(self._mixed(step, idx, self.dtype, device), want)
             error = relative_rms(got[f"out, step {step}"], want)
-            errors.append(CheckedFigure(f"{self.name} out, step {step}", error, limit_for(self.dtype, plain)))
+            results.append(bounded(f"{self.name} out, step {step}", error, tolerance(self.dtype, plain)))
             pos = self._chosen_from(step)
             worst = blocks_error(q, self.compressed.k, pos, torch.zeros_like(pos), idx, self.geometry, self.scale)
-            errors.append(CheckedFigure(f"{self.name} blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
-        return errors
+            results.append(bounded(f"{self.name} blocks, step {step}", float(worst.max()), SELECTION_LIMIT))
+        return results
 
     def _position(self, step: int) -> Tensor:
         return torch.tensor(self.lengths)[:, None] + step - 1
@@ -195,8 +195,8 @@ class MergedDecodeCase(DecodeCase):
 
     name = "merged decode"
 
-    def __init__(self, sizes: SelfCheckSizes, dtype: torch.dtype) -> None:
-        super().__init__(sizes, dtype)
+    def __init__(self, case: KernelCase, dtype: torch.dtype) -> None:
+        super().__init__(case, dtype)
         self.tail = self.window = self.selected
         self.compressed = _Stream(self.compressed.k, self.compressed.v[..., :0])
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nsa.bench.timing import CALIBRATION_S, interleave, ratio, spread
+from nsa.bench.machine import CALIBRATION_S, interleave, ratio, spread
 
 
 class FakeClock:

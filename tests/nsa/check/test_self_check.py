@@ -13,27 +13,37 @@ from pathlib import Path
 import pytest
 import torch
 
+from nsa.check.child import clean_environment
+from nsa.check.comparison import bounded
+from nsa.check.self_check import (
+    CheckKey,
+    CheckRecord,
+    CheckRequest,
+    RecordStore,
+    key_for,
+    recorded,
+    source_hash,
+    triton_verdict,
+    verify,
+    warning_text,
+)
 from nsa.geometry import Geometry
 from nsa.kernels.interface import KernelShape
-from nsa.kernels.self_check import record as records
-from nsa.kernels.self_check.child import clean_environment
-from nsa.kernels.self_check.comparison import CheckedFigure
-from nsa.kernels.self_check.record import CheckKey, CheckRecord, RecordStore, key_for
-from nsa.kernels.self_check.verification import CheckRequest, Verification, verification, verify, warning_text
+from nsa.kernels.registry import KernelVerdict
 from proofs.planting.source_tree import SourceTree
 from tests.mutations import load_table
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 SHAPE = KernelShape(1, 3, 24, 24, Geometry(l=4, d=2, l_sel=4, n_sel=3, w=6))
 MIX = "mix, 3 gates per group in float32"  # the part that is fastest when interpreted
 PROGRAM = """
 import sys
 from pathlib import Path
-from nsa.kernels.self_check.verification import verify
-from tests.nsa.kernels.self_check.test_verification import request
+from nsa.check.self_check import verify
+from tests.nsa.check.test_self_check import request
 print(verify(request(Path(sys.argv[1]), *sys.argv[2:])))
 """
 
@@ -69,7 +79,7 @@ def planted(tmp_path: Path, module: str, code: str) -> Path:
 
 
 def wrong(record: CheckRecord) -> set[str]:
-    return {figure.name for figure in record.figures if not figure.right}
+    return {figure.claim for figure in record.figures if not figure.holds}
 
 
 FORWARD = """
@@ -86,7 +96,7 @@ def test_right_kernels_pass_and_the_record_is_read_afterwards(tmp_path, caplog):
     record = checked(tmp_path, MIX)
     assert record.passed
     assert record.reason == ""
-    assert {f"{MIX} out", f"{MIX} dgates", f"{MIX} dsliding"} <= {figure.name for figure in record.figures}
+    assert {f"{MIX} out", f"{MIX} dgates", f"{MIX} dsliding"} <= {figure.claim for figure in record.figures}
     assert record.seconds["all"] > 0
     assert "checking Triton kernels on interpreter" in caplog.text
     caplog.clear()
@@ -121,11 +131,11 @@ PASS = 'message(kind="figures", figures=[dict(name="a", error=0.0, limit=1.0)]);
 
 def with_worker(tmp_path: Path, line: str) -> Path:
     """A package whose worker needs no torch and does this."""
-    folder = tmp_path / "other" / "nsa" / "kernels" / "self_check"
+    folder = tmp_path / "other" / "nsa" / "check"
     folder.mkdir(parents=True)
-    for package in (folder, folder.parent, folder.parents[1]):
+    for package in (folder, folder.parent):
         (package / "__init__.py").write_text("")
-    (folder / "worker.py").write_text(WORKER.format(line=line))
+    (folder / "self_check.py").write_text(WORKER.format(line=line))
     return tmp_path / "other"
 
 
@@ -252,7 +262,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
 
 
 KEY = CheckKey("NVIDIA A100", "sm_80", "535.1", "CUDA 13.0", "2.13.0", "3.7.1", "abc", [2, 6, 64, 64], [32, 16], "bf16")
-RIGHT = CheckRecord(KEY, True, "", [CheckedFigure("sliding out", 1e-7, 1e-5)], {"all": 1.0})
+RIGHT = CheckRecord(KEY, True, "", [bounded("sliding out", 1e-7, 1e-5)], {"all": 1.0})
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CheckKey)])
@@ -269,18 +279,19 @@ def test_a_record_is_not_used_when_any_part_of_the_key_differs(tmp_path, name):
 def test_the_key_holds_the_shape_the_dtype_and_the_sources(monkeypatch):
     key = key_for(CPU, torch.bfloat16, SHAPE)
     assert (key.shape, key.geometry, key.dtype) == ([1, 3, 24, 24], [4, 2, 4, 3, 6], "bfloat16")
-    assert key.sources == records.source_hash()
+    assert key.sources == source_hash()
 
 
-@pytest.mark.parametrize("file", ["triton/device/tile.py", "triton/selected.py", "self_check/cases.py", "ops.py"])
-def test_the_hash_changes_with_any_source(tmp_path, monkeypatch, file):
-    root = copied(tmp_path)
-    monkeypatch.setattr(records, "KERNELS", root / "nsa" / "kernels")
-    unchanged = records.source_hash.__wrapped__()
-    assert unchanged == records.source_hash()
-    with (root / "nsa" / "kernels" / file).open("a") as source:
+@pytest.mark.parametrize(
+    "file", ["kernels/triton/device/tile.py", "kernels/triton/selected.py", "kernels/ops.py", "check/cases.py"]
+)
+def test_the_hash_changes_with_any_source(tmp_path, file):
+    package = copied(tmp_path) / "nsa"
+    assert source_hash(package) == source_hash()
+    with (package / file).open("a") as source:
         source.write("# changed\n")
-    assert records.source_hash.__wrapped__() != unchanged
+    source_hash.cache_clear()
+    assert source_hash(package) != source_hash()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +306,7 @@ def test_what_is_no_record_is_ignored_with_a_warning(tmp_path, text, caplog):
 
 def test_a_record_that_says_passed_with_figures_that_do_not_hold_is_ignored(tmp_path):
     store = RecordStore(tmp_path, KEY)
-    store.write(dataclasses.replace(RIGHT, figures=[CheckedFigure("sliding out", float("nan"), 1e-5)]))
+    store.write(dataclasses.replace(RIGHT, figures=[bounded("sliding out", float("nan"), 1e-5)]))
     assert store.read() is None
     store.write(dataclasses.replace(RIGHT, figures=[]))
     assert store.read() is None
@@ -326,7 +337,7 @@ def test_what_was_checked_on_a_gpu_is_listed(tmp_path):
         RecordStore(tmp_path, other).write(dataclasses.replace(RIGHT, key=other))
     (tmp_path / "self_check_x.json").write_text("{}")
     shape = KernelShape(2, 6, 64, 64, Geometry(l=4, d=2, l_sel=4, n_sel=3, w=6))
-    assert records.recorded(tmp_path, "NVIDIA A100") == [(torch.bfloat16, shape, False)]
+    assert recorded(tmp_path, "NVIDIA A100") == [(torch.bfloat16, shape, False)]
 
 
 def test_a_failed_record_is_read_and_a_rerun_replaces_it(tmp_path):
@@ -334,7 +345,7 @@ def test_a_failed_record_is_read_and_a_rerun_replaces_it(tmp_path):
     store = RecordStore(tmp_path, asked.key)
     store.write(dataclasses.replace(RIGHT, key=asked.key, passed=False, reason="sliding dk: 1"))
     verdict = verify(asked)
-    assert verdict == Verification(False, "sliding dk: 1", str(store.path))
+    assert verdict == KernelVerdict(False, "sliding dk: 1", str(store.path))
     assert verify(asked, rerun=True).passed
     assert verify(asked).passed
 
@@ -342,14 +353,14 @@ def test_a_failed_record_is_read_and_a_rerun_replaces_it(tmp_path):
 def test_where_nothing_can_be_written_the_check_runs_and_says_so(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     verdict = verify(request(tmp_path / "file" / "cache", root=with_worker(tmp_path, PASS)))
-    assert verdict == Verification(True, "")
+    assert verdict == KernelVerdict(True, "")
     assert "runtime.kernel_cache" in caplog.text
 
 
 def test_without_a_gpu_there_is_nothing_to_check(caplog):
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    verdict = verification(torch.device("cuda", 1), torch.bfloat16, SHAPE)
+    verdict = triton_verdict(torch.device("cuda", 1), torch.bfloat16, SHAPE)
     assert not verdict.passed
     assert not verdict.checked
     assert "no GPU" in verdict.summary
@@ -357,7 +368,7 @@ def test_without_a_gpu_there_is_nothing_to_check(caplog):
 
 
 def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_way_out():
-    text = warning_text(KEY, Verification(False, "sliding dk: 0.3", "/cache/record.json"))
+    text = warning_text(KEY, KernelVerdict(False, "sliding dk: 0.3", "/cache/record.json"))
     assert len(text.splitlines()) >= 6
     for words in ("NVIDIA A100", "sliding dk: 0.3", "/cache/record.json", "gpu-check --only self-check", "portable"):
         assert words in text
@@ -365,4 +376,4 @@ def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_way_out():
 
 def test_logging_of_this_module_is_seen_without_configuration():
     """Warnings reach stderr where nobody configured logging."""
-    assert logging.getLogger("nsa.kernels.self_check.verification").getEffectiveLevel() <= logging.WARNING
+    assert logging.getLogger("nsa.check.self_check").getEffectiveLevel() <= logging.WARNING

@@ -1,59 +1,47 @@
 """Rows of the GPU check on training, long rows and a second device: each fails for the fault it is there for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from nsa.check.gpu_check import devices, long_rows, training
-from nsa.check.gpu_check.check_result import CheckStatus
-from nsa.check.gpu_check.sizes import attention, on_gpu, rehearsal
+from nsa.check import module_checks
+from nsa.check.cases import ModuleCase, on_gpu, rehearsal
+from nsa.check.comparison import CheckStatus
 from nsa.kernels import checkpoint_policy
 from nsa.kernels.registry import BackendRequest
 from nsa_train.record.heartbeat_record import HeartbeatRecord
 from nsa_train.train import gpu_check_steps
 
-CPU = torch.device("cpu")
 BY_PORTABLE = BackendRequest(*["portable"] * 4)
 
 
-@pytest.fixture
-def scope(monkeypatch):
-    """The rehearsal's sizes, with the portable backend in place of interpreted Triton."""
-
-    def portable(*args, **settings):
-        module = attention_of_triton(*args, **settings)
-        module.kernels = BY_PORTABLE
-        return module
-
-    attention_of_triton = attention
-    for module in (devices, long_rows, training):
-        monkeypatch.setattr(module, "attention", portable)
-    return rehearsal(full=False)
+CASE = replace(rehearsal(full=False).module, kernels="portable")
+"""The rehearsal's module, with the portable backend in place of interpreted Triton."""
 
 
-def test_a_second_device_is_compared_bit_by_bit(scope, monkeypatch):
-    assert devices.differing_bits(scope, "fp32", CPU, CPU) == 0
-    drawn = iter((1, 2))
-    monkeypatch.setattr(devices, "tokens", lambda scope, dtype: torch.full((1, 31, 48), next(drawn), dtype=dtype))
-    assert devices.differing_bits(scope, "fp32", CPU, CPU) > 0
+def test_a_second_device_is_compared_bit_by_bit():
+    assert module_checks.on_two_devices("", CASE, CASE).holds
+    assert not module_checks.on_two_devices("", CASE, replace(CASE, kernels="reference")).holds
 
 
 @pytest.mark.parametrize(("gpus", "said"), [(["A100"], "needs two GPUs"), (["A100", "L4"], "A100 and L4 differ")])
 def test_without_two_equal_gpus_the_row_says_so(monkeypatch, gpus, said):
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(gpus))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda n: gpus[n])
-    (row,) = devices._second_device(on_gpu(torch.device("cuda"), full=False), "fp32")
+    (row,) = module_checks.second_device(on_gpu(torch.device("cuda"), full=False).module)
     assert (row.verdict, said in row.measured) == (CheckStatus.FACT, True)
 
 
-def test_the_long_row_is_8k_on_a_gpu_and_finds_a_difference(scope, monkeypatch):
+def test_the_long_row_is_8k_on_a_gpu_and_finds_a_difference(monkeypatch):
     assert on_gpu(torch.device("cuda"), full=False).long.length == 8192
-    assert {row.verdict for row in long_rows._against_portable(scope, "fp32")} == {CheckStatus.HOLDS}
+    assert {row.verdict for row in module_checks.against_portable(CASE)} == {CheckStatus.HOLDS}
+    attention = ModuleCase.attention
 
-    def other(*args, **settings):
-        module = honest(*args, **settings)
+    def other(*args):
+        module = attention(*args)
         forward = type(module).forward
 
         def changed(self, x):
@@ -64,16 +52,15 @@ def test_the_long_row_is_8k_on_a_gpu_and_finds_a_difference(scope, monkeypatch):
         module.kernels = BackendRequest(*["reference"] * 4)
         return module
 
-    honest = long_rows.attention
-    monkeypatch.setattr(long_rows, "attention", other)
-    rows = list(long_rows._against_portable(scope, "fp32"))
+    monkeypatch.setattr(ModuleCase, "attention", other)
+    rows = list(module_checks.against_portable(CASE))
     assert [row.verdict for row in rows] == [CheckStatus.FAILS, CheckStatus.HOLDS, CheckStatus.FAILS]
 
 
-def test_kernels_that_checkpointing_computes_twice_are_found(scope, monkeypatch):
-    assert {row.verdict for row in training._selective(scope, "fp32")} == {CheckStatus.HOLDS}
+def test_kernels_that_checkpointing_computes_twice_are_found(monkeypatch):
+    assert {row.verdict for row in module_checks.selective_checkpointing(CASE)} == {CheckStatus.HOLDS}
     monkeypatch.setattr(checkpoint_policy, "operator_policy", lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
-    same, twice = training._selective(scope, "fp32")
+    same, twice = module_checks.selective_checkpointing(CASE)
     assert (same.verdict, twice.verdict) == (CheckStatus.HOLDS, CheckStatus.FAILS)
     assert "nsa::" in twice.note
 

@@ -15,19 +15,17 @@ import pytest
 import torch
 
 from nsa.bench import machine as devices
-from nsa.bench.case import BenchTask
-from nsa.bench.shapes import SHAPES
-from nsa.check.gpu_check import report as records
-from nsa.check.gpu_check import speed
-from nsa.check.gpu_check.check_result import CheckResult, CheckStatus, GpuCheck, MeasuredTable, bounded
-from nsa.check.gpu_check.report import GpuCheckReport, read_result
-from nsa.check.gpu_check.runner import SUBJECTS, GpuCheckRequest, GpuCheckRunner, select_checks
-from nsa.check.gpu_check.sizes import on_gpu, rehearsal
+from nsa.bench.case import SHAPES, BenchTask
+from nsa.check import gpu_check_report as records
+from nsa.check import gpu_check_speed as speed
+from nsa.check.cases import on_gpu, rehearsal
+from nsa.check.comparison import CheckResult, CheckStatus, blocks_error, bounded
+from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner
+from nsa.check.gpu_check_report import GpuCheck, GpuCheckReport, MeasuredTable, read_result
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
 from nsa.kernels.gpu_versions import device_named
 from nsa.kernels.precision import autocast_off
-from nsa.kernels.self_check.comparison import blocks_error
 from proofs import import_path
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +37,7 @@ def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
     environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-m", "nsa_train.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": import_path(root), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": f"{import_path(root)}:{import_path()}", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -90,7 +88,7 @@ def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path)
 
 
 def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
-    (check,) = (c for c in select_checks(rehearsal(full=False), ["autocast"]) if "portable" in c.name)
+    (check,) = (c for c in GpuCheckRequest(rehearse=True, only=("autocast",)).checks() if "portable" in c.name)
     assert {row.verdict for row in check.run()} == {CheckStatus.HOLDS}
 
     def backward(x, *rest):  # where the dtypes that autocast makes would not even fit together
@@ -136,10 +134,10 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
     wrong = [claim.removeprefix("parity: ") for claim in claims(record, CheckStatus.FAILS)]
     assert sorted(", ".join(claim.split(", ")[:2]) for claim in wrong) == sorted([
         *(f"sliding {what}, {dtype}" for what in ("output", "gradients") for dtype in ("fp32", "fp16", "bf16")),
-        "selected output, bf16", "selected gradients, bf16", "selected, bf16", "choice of blocks, fp16",
+        "selected output, bf16", "selected gradients, bf16", "selected, bf16", "compressed and select, fp16",
     ]), output  # fmt: skip
     notes = {row["claim"]: row["note"] for row in record["rows"]}
-    assert "SIGABRT" in notes["choice of blocks, fp16"]
+    assert "SIGABRT" in notes["compressed and select, fp16"]
     assert "out of resource: shared memory" in notes["selected, bf16, sizes that do not fit on the GPU"]
     assert any("compressed gradients, bf16" in claim for claim in claims(record, CheckStatus.HOLDS)), "nothing after it"
     assert code == 1
@@ -259,9 +257,8 @@ def test_a_run_holds_only_if_every_row_does_and_something_was_judged(rows, compl
 
 
 def test_a_child_that_is_silent_too_long_is_killed_and_the_row_says_so():
-    runner = GpuCheckRunner(GpuCheckRequest(rehearse=True, only=("environment",)), select_checks(rehearsal(full=False),
-    ["environment"]),
-                    dict(os.environ), silence_s=0.01)  # fmt: skip
+    request = GpuCheckRequest(rehearse=True, only=("environment",))
+    runner = GpuCheckRunner(request, dict(os.environ), silence_s=0.01)
     (row,) = runner.run()
     assert isinstance(row, CheckResult)
     assert (row.verdict, row.subject) == (CheckStatus.FAILS, "environment")
@@ -271,12 +268,12 @@ def test_a_child_that_is_silent_too_long_is_killed_and_the_row_says_so():
 def test_the_program_on_a_gpu_covers_what_users_have():
     """Built here, run there."""
     scope = on_gpu(torch.device("cuda"), full=True)
-    sizes = [size for size, dtypes in scope.kernels if set(dtypes) == {"fp32", "fp16", "bf16"}]
+    sizes = [case for case in scope.kernels if set(case.dtypes) == {"fp32", "fp16", "bf16"}]
     assert {size.shape.heads_per_group for size in sizes} == {1, 3, 5, 6, 16}
     assert {(size.shape.d_k, size.shape.d_v) for size in sizes} == {(64, 64), (128, 128), (192, 128)}
     assert all(size.length % 2 for size in sizes)
-    assert any(size.documents for size in sizes)
-    checks = select_checks(scope)
+    assert any(len(row) > 2 for size in sizes for row in size.documents)
+    checks = GpuCheckRequest(full=True).checks()
     assert [subject for subject in SUBJECTS if any(check.subject == subject for check in checks)] == list(SUBJECTS)
     names = {check.name for check in checks if check.subject == "speed"}
     assert {"attention fwd+bwd, bf16, 64k", "attention, fp16, 2k", "decode, bf16, 64k"} <= names
@@ -286,13 +283,13 @@ def test_the_program_on_a_gpu_covers_what_users_have():
 
 def test_unknown_subjects_and_speed_without_full_are_refused():
     with pytest.raises(ConfigError, match="--only"):
-        select_checks(rehearsal(full=False), ["party"])
+        GpuCheckRequest(rehearse=True, only=("party",)).checks()
     with pytest.raises(ConfigError, match="--full"):
-        select_checks(rehearsal(full=False), ["speed"])
+        GpuCheckRequest(rehearse=True, only=("speed",)).checks()
 
 
 def test_exchanged_blocks_are_judged_in_packed_documents_too():
-    size = next(size for size, _ in rehearsal(full=False).kernels if size.documents)
+    size = next(case for case in rehearsal(full=False).kernels if len(case.documents[0]) > 2)
     call = size.call(torch.float32)
     args = (call.q_BSGRK, call.compressed[0], call.layout.pos_BS, call.layout.first_BS)
     right = call.idx_BSGN

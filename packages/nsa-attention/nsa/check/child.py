@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from nsa.files import readable
@@ -69,6 +69,18 @@ def child_messages(
         if not why and child.returncode < 0:
             why = f"the process died of {signal.Signals(-child.returncode).name}"
         yield {"kind": "exited", "why": why}
+
+
+@contextmanager
+def message_writer(descriptor: int) -> Iterator[Callable[..., None]]:
+    """In the child: a function that writes its keywords as one line to the pipe, at once."""
+    with os.fdopen(descriptor, "w", encoding="utf-8") as pipe:
+
+        def write(**message: Any) -> None:
+            pipe.write(json.dumps(message) + "\n")
+            pipe.flush()
+
+        yield write
 
 
 def _end(child: "subprocess.Popen[bytes]", grace_s: float) -> None:

@@ -1,1 +1,0 @@
-"""`nsa gpu-check`: correctness and speed of the Triton kernels on a GPU, or a rehearsal on a CPU."""

@@ -1,0 +1,182 @@
+"""Checks of every function of a kernel backend, forward and backward, on a case of the table.
+
+Each part runs once, compared with the reference on the CPU; again in memory that held NaN, and again under autocast,
+where every bit must be the same.
+
+B batch · S queries · G kv groups · R heads per group · X gates per group · V value dim
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nsa.check.cases import KernelCase
+from nsa.check.comparison import (
+    SELECTION_LIMIT,
+    CheckResult,
+    Results,
+    blocks_error,
+    bounded,
+    compare,
+    differing,
+    poisoned_memory,
+)
+from nsa.check.decode_case import DecodeCase, MergedDecodeCase
+from nsa.check.kernel_call import ALL_NAMES, CPU, NAMES, KernelCall
+from nsa.kernels import reference
+from nsa.kernels.registry import BACKENDS, Mixing
+
+ATTENTION = ("compressed", "selected", "sliding")
+
+
+class CheckedPart(NamedTuple):
+    """One group of kernels: `run` gives all results, `judge` compares them with the reference."""
+
+    name: str
+    run: Callable[[], Results]
+    judge: Callable[[Results], list[CheckResult]]
+
+
+def parts(
+    case: KernelCase, device: torch.device, dtype: torch.dtype, backend: str, *, exact: torch.dtype = torch.float32
+) -> Iterator[CheckedPart]:
+    """In the order in which they are checked. exact: the dtype that the reference computes attention in."""
+    call, functions, together = case.call(dtype), BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
+    for branch in ATTENTION:
+        run = partial(_attention, call, branch, device, backend)
+        judge = partial(_judge, call, branch, ALL_NAMES, device, exact)
+        yield CheckedPart(branch, run, partial(judge, branch))
+        if branch == "selected" and backend == "triton":
+            yield CheckedPart("selected in spans", partial(_in_spans, run), partial(judge, "selected in spans"))
+    if together is not None:
+        name, judge = "compressed_and_select", partial(_judge, call, "compressed", NAMES, device, exact)
+        yield CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(judge, name))
+    yield CheckedPart(
+        "select", partial(_select, call, device, functions.select), partial(_judge_blocks, call, "select")
+    )
+    heads = case.shape.heads_per_group
+    for n_gates, gate_dtype in dict.fromkeys(((heads, torch.float32), (heads, dtype), (1, torch.float32))):
+        mix = _MixCase(case, dtype, n_gates, gate_dtype)
+        name = f"mix, {n_gates} gates per group in {str(gate_dtype).removeprefix('torch.')}"
+        yield CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.judge, name, device))
+    for decode in (DecodeCase(case, dtype), MergedDecodeCase(case, dtype)):
+        yield CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.judge, device=device))
+
+
+def check_part(part: CheckedPart, device: torch.device) -> list[CheckResult]:
+    """Compared with the reference; if that holds, again, bit by bit."""
+    first = part.run()
+    results = part.judge(first)
+    if not all(result.holds for result in results):
+        return results
+    with poisoned_memory():
+        again = part.run()
+    with torch.autocast(device.type, torch.bfloat16):
+        cast = part.run()
+    for how, got in (("again in memory that held NaN", again), ("under autocast", cast)):
+        result = differing(f"{part.name}, values that differ {how}", got, first)
+        results.append(replace(result, claim=f"{result.claim} ({result.note})" if result.note else result.claim))
+    return results
+
+
+def _attention(call: KernelCall, branch: str, device: torch.device, backend: str) -> Results:
+    return dict(zip(ALL_NAMES, call.by_kernel(backend, branch, device, ALL_NAMES), strict=True))
+
+
+def _judge(
+    call: KernelCall, branch: str, names: tuple[str, ...], device: torch.device, exact: torch.dtype, label: str,
+    got: Results,
+) -> list[CheckResult]:  # fmt: skip
+    truth = plain = dict(zip(names, call.truth(branch, exact, names), strict=True))
+    if call.dtype != torch.float32:
+        plain = dict(zip(names, call.by_plain_pytorch(branch, device, names), strict=True))
+    results = compare(label, call.dtype, got, truth, plain)
+    return [*results, *(_judge_blocks(call, label, got) if "blocks" in got else ())]
+
+
+def _judge_blocks(call: KernelCall, label: str, got: Results) -> list[CheckResult]:
+    where = (call.layout.pos_BS, call.layout.first_BS)
+    error = blocks_error(call.q_BSGRK, call.compressed[0], *where, got["blocks"], call.geometry, call.scale)
+    return [bounded(f"{label} blocks", float(error.max()), SELECTION_LIMIT)]
+
+
+def _compressed_and_select(call: KernelCall, device: torch.device, together: Callable[..., Any]) -> Results:
+    """As the model calls them: one pass for both."""
+    leaves = call.leaves("compressed", device)
+    pos, _, first = call.positions(device)
+    out, idx = together(*leaves, pos, first, **call.choosing)
+    gradients = torch.autograd.grad(out, leaves, call.dout_BSGRV.to(device))
+    return dict(zip((*NAMES, "blocks"), (out.detach(), *gradients, idx), strict=True))
+
+
+def _select(call: KernelCall, device: torch.device, select: Callable[..., Any]) -> Results:
+    q, k, _ = call.leaves("compressed", device)
+    pos, _, first = call.positions(device)
+    return {"blocks": select(q, k, pos, first, **call.choosing)}
+
+
+def _in_spans(run: Callable[[], Results]) -> Results:
+    with _small_slots():
+        return run()
+
+
+@contextmanager
+def _small_slots() -> Iterator[None]:
+    """Inside, the selected branch takes the queries in spans, as it does where rows are long."""
+    from nsa.kernels.triton import selected
+
+    before = selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS
+    selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = 1, 1  # room for one block of each query
+    try:
+        yield
+    finally:
+        selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = before
+
+
+class _MixCase:
+    def __init__(self, case: KernelCase, dtype: torch.dtype, n_gates: int, gate_dtype: torch.dtype) -> None:
+        s, generator = case.shape, torch.Generator().manual_seed(2)
+        self.dtype, length = dtype, min(case.length, 101)
+        gates = torch.rand(2, length, s.n_kv_groups, n_gates, 3, generator=generator).to(gate_dtype)
+        heads = (2, length, s.n_kv_groups, s.heads_per_group, s.d_v)
+        branches = [torch.randn(heads, generator=generator).to(dtype) for _ in ATTENTION]
+        self.inputs, self.dout = (gates, *branches), torch.randn(heads, generator=generator).to(dtype)
+
+    def run(self, mix: Mixing, device: torch.device, to: torch.dtype | None = None) -> Results:
+        leaves = [x.to(device, to or x.dtype).requires_grad_() for x in self.inputs]
+        out = mix(*leaves)
+        gradients = torch.autograd.grad(out, leaves, self.dout.to(device, out.dtype))
+        names = ("out", "dgates", *(f"d{branch}" for branch in ATTENTION))
+        return dict(zip(names, (out.detach(), *gradients), strict=True))
+
+    def judge(self, name: str, device: torch.device, got: Results) -> list[CheckResult]:
+        truth, plain = self.run(reference.mix, CPU, torch.float32), self.run(reference.mix, device)
+        return compare(name, self.dtype, got, truth, plain)
+
+
+def compile_ahead(parts: Iterable[CheckedPart], threads: int) -> None:
+    """Compile the kernels of these parts in several threads, before any of them runs.
+
+    Launchers read no data, so a pass in which every launch compiles and nothing runs meets the same kernels. Backward
+    passes stay in this thread: those of autograd would compile one kernel after the other.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), torch.autograd.set_multithreading_enabled(False):
+        JITFunction.run = compile_only
+        try:
+            for part in parts:
+                part.run()
+        finally:
+            JITFunction.run = launch

@@ -1,0 +1,377 @@
+"""Self-check: whether Triton kernels may be used on this GPU, from a record on disk or by a check in a child process.
+
+Records are JSON files in the kernel cache folder (runtime.kernel_cache), one per GPU, driver, versions, sources, shape
+and dtype. A file's name holds a hash of that key, and the file the key itself. One process checks while the others wait
+for the lock and then read. Every process logs a failed verdict once. The check covers the run's shape and dtype, with
+and without autocast. `main` is what the child runs.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from nsa.check.child import child_messages, clean_environment, exception_line, message_writer, output_lines
+from nsa.check.comparison import CheckResult, bounded
+from nsa.errors import ConfigError
+from nsa.files import file_lock, hash_of_files, write_atomic
+from nsa.geometry import Geometry
+from nsa.kernels.cpu.build import cache_folder, set_cache_folder
+from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
+from nsa.kernels.interface import KernelShape
+from nsa.kernels.registry import KernelVerdict
+from nsa.kernels.triton.tile_store import set_tuning, tunes
+
+_log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).parents[1]
+"""The folder of `nsa`, which the child imports too."""
+_SOURCES = (
+    *(f"kernels/{name}" for name in ("triton", "ops.py", "interface.py", "precision.py", "reference.py")),
+    *(f"check/{name}.py" for name in ("self_check", "cases", "comparison", "decode_case", "kernel_call")),
+    "check/kernel_checks.py",
+)
+"""What a record is no longer true for when it changes."""
+_RETRY_AFTER_S = 600.0
+"""A check that failed for want of memory or because the GPU was busy is repeated after this time."""
+_ABOUT_S = 30
+"""What a check is expected to take, compilation included."""
+_SILENCE_TIMEOUT_S = 300.0
+"""A child without a message for this long hangs."""
+_TUNED_SILENCE_TIMEOUT_S = 3600.0
+_PROGRESS_S = 2.0
+_MOST_LINES = 60
+_MOST_THREADS = 16  # of the compiler and of the reference
+_RERUN = "nsa gpu-check --only self-check"
+_HINTS = {
+    "busy or unavailable": "Another process holds the GPU: in compute mode EXCLUSIVE_PROCESS a check cannot run beside "
+    f"it. Set nvidia-smi -c DEFAULT, or check before training: {_RERUN}",
+    "out of memory": f"The GPU has too little free memory for the check: run it before anything else: {_RERUN}",
+}
+"""By words of the child's output."""
+# The child must import this very package, wherever it was started; other modules are found as usual.
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import nsa; del sys.path[0]; "
+    "from nsa.check.self_check import main; main(sys.argv[2])"
+)
+
+
+@dataclass(frozen=True)
+class CheckKey:
+    """What a verdict holds for."""
+
+    gpu: str
+    architecture: str
+    driver: str
+    runtime: str
+    torch: str
+    triton: str
+    sources: str
+    """Hash of the kernels, their launchers and the check itself."""
+    shape: list[int]
+    """KV groups, heads per group, width of keys and of values."""
+    geometry: list[int]
+    """l, d, l_sel, n_sel, w."""
+    dtype: str
+    tuned: bool = False
+    """Whether tile sizes are timed on the GPU (runtime.tune_kernels) instead of taken from the table."""
+    parts: list[str] = field(default_factory=list)
+    """Empty: all."""
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    key: CheckKey
+    passed: bool
+    reason: str
+    """Why it failed; empty if it passed."""
+    figures: list[CheckResult]
+    seconds: dict[str, float]
+    output: list[str] = field(default_factory=list)
+    """The last lines of the child's output, its traceback among them, if it failed."""
+    time: float = field(default_factory=time.time)
+    transient: bool = False
+    """Failed for want of memory or because the GPU was busy."""
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "CheckRecord":
+        figures = [bounded(figure["name"], figure["error"], figure["limit"]) for figure in content["figures"]]
+        record = cls(**{**content, "key": CheckKey(**content["key"]), "figures": figures})
+        if not isinstance(record.passed, bool) or not isinstance(record.reason, str):
+            raise TypeError("no verdict")
+        if record.passed and (not figures or not all(figure.holds for figure in figures)):
+            raise ValueError("passed with figures that do not hold")
+        return record
+
+    def to_json(self) -> str:
+        figures = [dict(name=figure.claim, error=figure.measured, limit=figure.limit) for figure in self.figures]
+        return json.dumps(asdict(self) | {"figures": figures}, indent=1) + "\n"
+
+
+class RecordStore:
+    def __init__(self, folder: Path, key: CheckKey) -> None:
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-")
+        digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
+        self.key, self.path = key, folder / f"self_check_{name}_{key.dtype}_{digest}.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; OSError where the folder cannot be written."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = self.path.with_suffix(".lock")
+        with ExitStack() as held:
+            try:
+                held.enter_context(file_lock(lock, wait=False, mode=0o600))
+            except BlockingIOError:
+                _log.warning("another process checks the Triton kernels on %s: waiting for its verdict", self.key.gpu)
+                held.enter_context(file_lock(lock, mode=0o600))
+            yield
+
+    def read(self) -> CheckRecord | None:
+        try:
+            record = CheckRecord.from_json(json.loads(self.path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            _log.warning("%s is no record of a self-check (%r): it is ignored and replaced.", self.path, error)
+            return None
+        if record.key != self.key:
+            _log.warning("%s is the record of another check: it is ignored and replaced.", self.path)
+            return None
+        return None if record.transient and time.time() - record.time > _RETRY_AFTER_S else record
+
+    def write(self, record: CheckRecord) -> None:
+        write_atomic(self.path, record.to_json(), durable=True, many_writers=True, mode=0o600)
+
+
+def key_for(
+    device: torch.device, dtype: torch.dtype, shape: KernelShape, *, tuned: bool = False, parts: tuple[str, ...] = ()
+) -> CheckKey:
+    """For this GPU, and what is installed; on a CPU, for the interpreter."""
+    from triton import __version__ as triton_version
+
+    if device.type == "cuda":
+        gpu, architecture, driver = torch.cuda.get_device_name(device), architecture_of(device), driver_version()
+    else:
+        gpu, architecture, driver = "interpreter", "cpu", ""
+    sizes, name = list(shape[:4]), str(dtype).removeprefix("torch.")
+    return CheckKey(
+        gpu, architecture, driver, runtime_version(), str(torch.__version__), triton_version, source_hash(), sizes,
+        shape.geometry.ints, name, tuned, list(parts),
+    )  # fmt: skip
+
+
+def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, bool]]:
+    """What was checked on a GPU of this name, with any version: dtype, shape, whether tiles were timed."""
+    checks = []
+    for path in sorted(folder.glob("self_check_*.json")):
+        try:
+            key = CheckRecord.from_json(json.loads(path.read_text(encoding="utf-8"))).key
+            groups, heads, d_k, d_v = key.shape
+            shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(key.geometry))
+            if key.gpu == gpu and not key.parts:
+                checks.append((getattr(torch, key.dtype), shape, key.tuned))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+            _log.warning("%s is no record of a self-check (%r)", path, error)
+    return checks
+
+
+@cache
+def source_hash(package: Path = PACKAGE) -> str:
+    files = [file for name in _SOURCES for file in list((package / name).rglob("*.py")) or [package / name]]
+    return hash_of_files(files, package)
+
+
+class CheckRequest(NamedTuple):
+    device: torch.device
+    """With its index."""
+    key: CheckKey
+    folder: Path
+    silence_s: float = _SILENCE_TIMEOUT_S
+    package: Path = PACKAGE
+    """The `nsa` that the child imports."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        of_key = {name: getattr(self.key, name) for name in ("gpu", "dtype", "shape", "geometry", "tuned", "parts")}
+        return {**of_key, "device": str(self.device), "folder": str(self.folder)}
+
+
+def triton_verdict(device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelVerdict:
+    """Verdict on the Triton kernels on this GPU; checked once per process at most."""
+    if not torch.cuda.is_available():
+        return KernelVerdict(False, "there is no GPU here to check it on", checked=False)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _verified_once(index, dtype, shape, tunes())
+
+
+@cache
+def _verified_once(index: int, dtype: torch.dtype, shape: KernelShape, tuned: bool) -> KernelVerdict:
+    device = torch.device("cuda", index)
+    silence_s = _TUNED_SILENCE_TIMEOUT_S if tuned else _SILENCE_TIMEOUT_S
+    request = CheckRequest(device, key_for(device, dtype, shape, tuned=tuned), cache_folder(), silence_s)
+    verdict = verify(request)
+    if not verdict.passed:
+        _log.warning("%s", warning_text(request.key, verdict))
+    return verdict
+
+
+def warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
+    bar = "!" * 100
+    return (
+        f"the Triton kernels FAILED their check on this GPU\n{bar}\n"
+        f"!! The Triton kernels are NOT used on {key.gpu}: {verdict.reason}\n"
+        f"!! kernels=auto takes the portable backend instead, which is many times slower.\n"
+        f"!! Evidence: {verdict.evidence or 'not kept on disk'}\n"
+        f"!! Check again with: {_RERUN}\n{bar}"
+    )
+
+
+def verify(request: CheckRequest, *, rerun: bool = False) -> KernelVerdict:
+    """From the record, or by a check, which is then recorded; `rerun`: check whatever the record says."""
+    store = RecordStore(request.folder, request.key)
+    if not rerun and (known := store.read()):
+        return _verdict(known, store.path)
+    with ExitStack() as held:
+        path: Path | None = store.path
+        try:
+            held.enter_context(store.locked())
+        except OSError as error:
+            _say_not_kept(request, error)
+            path = None
+        known = None if rerun else store.read()  # another process may have written it in the meantime
+        if known is None:
+            known = _run_check(request)
+            try:
+                if path:
+                    store.write(known)
+            except OSError as error:
+                _say_not_kept(request, error)
+                path = None
+        return _verdict(known, path)
+
+
+def _say_not_kept(request: CheckRequest, error: OSError) -> None:
+    _log.warning(
+        "the check of the Triton kernels cannot be kept in %s (%s): every process checks again. Set "
+        "runtime.kernel_cache.", request.folder, error,
+    )  # fmt: skip
+
+
+def _verdict(record: CheckRecord, path: Path | None) -> KernelVerdict:
+    return KernelVerdict(record.passed, record.reason, str(path or ""))
+
+
+def _run_check(request: CheckRequest) -> CheckRecord:
+    """In a child process: whatever happens there becomes a verdict."""
+    key = request.key
+    _log.warning(
+        "checking Triton kernels on %s, %s (once per GPU, driver and version; about %d s)", key.gpu, key.dtype, _ABOUT_S
+    )
+    began = said = time.monotonic()
+    figures: list[CheckResult] = []
+    seconds: dict[str, float] = {}
+    part, done, why = "start", False, ""
+    command = [sys.executable, "-P", "-c", _PROGRAM, str(request.package.parent)]
+    environ = clean_environment(interpret=request.device.type == "cpu")
+    with tempfile.TemporaryFile() as output:
+        try:
+            for message in child_messages(command, request.arguments, environ, output, request.silence_s):
+                match message:
+                    case {"kind": "begin", "part": str(part)}:
+                        if time.monotonic() - said > _PROGRESS_S:
+                            said = time.monotonic()
+                            _log.warning("checking Triton kernels: %s, %.0f s so far", part, said - began)
+                    case {"kind": "figures", "figures": list(compared)}:
+                        figures += [bounded(figure["name"], figure["error"], figure["limit"]) for figure in compared]
+                    case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
+                        seconds[what] = round(took, 2)
+                    case {"kind": "exited", "why": str(reason)}:
+                        why = reason or exception_line(output)
+                    case {"kind": "done"}:
+                        done = True
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            why = f"it cannot be started, or its output not read ({error!r})"
+        seconds["all"] = round(time.monotonic() - began, 2)
+        return _record(key, figures, seconds, output, part, "" if done and not why else why or "it ended too early")
+
+
+def _record(
+    key: CheckKey, figures: list[CheckResult], seconds: dict[str, float], output: IO[bytes], part: str, why: str
+) -> CheckRecord:
+    wrong = [figure for figure in figures if not figure.holds]
+    lines = output_lines(output)
+    hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), "") if why else ""
+    reason = ""
+    if wrong:
+        others = f", and {len(wrong) - 1} more figures" if len(wrong) > 1 else ""
+        reason = f"{wrong[0]}{others}"
+    elif why:
+        reason = f"{part}: {why}" + (f". {hint}" if hint else "")
+    elif not figures:
+        reason = "nothing was compared"
+    tail = lines[-_MOST_LINES:] if reason else []
+    if not reason:
+        _log.warning("Triton kernels verified on %s in %.0f s", key.gpu, seconds["all"])
+    return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(hint))
+
+
+def main(arguments: str) -> None:
+    """Check in the child: compile the kernels, compare them, and send each figure at once.
+
+    `arguments`: JSON with the pipe to write to and `CheckRequest.arguments`.
+    """
+    request = json.loads(arguments)
+    with message_writer(request["to"]) as write:
+        _check_kernels(request, write)
+        write(kind="done")
+
+
+def _check_kernels(request: dict[str, Any], write: Callable[..., None]) -> None:
+    from nsa.check import cases, kernel_checks  # in the child alone: the parent only reads verdicts
+
+    began = time.perf_counter()
+    device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
+    set_cache_folder(Path(request["folder"]))
+    set_tuning(request["tuned"])
+    torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.set_num_threads(min(_MOST_THREADS, len(os.sched_getaffinity(0))))  # the other processes of a node wait
+        torch.cuda.set_device(device)
+        seen = torch.cuda.get_device_name(device)
+        if seen != request["gpu"]:
+            raise RuntimeError(f"{device} is {seen} in the child process and {request['gpu']} in its parent")
+    else:
+        from nsa.kernels.triton import block_index
+
+        block_index.PIECE = cases.SMALL_PIECE
+    groups, heads, d_k, d_v = request["shape"]
+    shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(request["geometry"]))
+    case = cases.self_check_case(shape, small=not on_gpu)
+    write(kind="seconds", what="start", seconds=time.perf_counter() - began)
+    every = kernel_checks.parts(case, device, dtype, cases.BACKEND)
+    parts = [part for part in every if not request["parts"] or part.name in request["parts"]]
+    if on_gpu and not request["tuned"]:
+        began = time.perf_counter()
+        write(kind="begin", part="compiling")
+        kernel_checks.compile_ahead(parts, _MOST_THREADS)
+        write(kind="seconds", what="compiling", seconds=time.perf_counter() - began)
+    for part in parts:
+        began = time.perf_counter()
+        write(kind="begin", part=part.name)
+        results = kernel_checks.check_part(part, device)
+        write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
+        write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
