@@ -35,9 +35,10 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 
 def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
     environ = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ |= {"PYTHONPATH": f"{import_path(root)}:{import_path()}", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "nsa_train.cli", "gpu-check", *words], cwd=root, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env=environ | {"PYTHONPATH": f"{import_path(root)}:{import_path()}", "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.STDOUT, env=environ,
     )  # fmt: skip
 
 
