@@ -38,9 +38,10 @@ LIBRARY_LAYERS = (
     ("errors", "options", "__init__"),
 )
 LAYERS = (*TRAINER_LAYERS, *LIBRARY_LAYERS)
-# Packages of one row do not import each other, with this exception.
+# Packages of one row do not import each other, and none imports one above, with these exceptions.
 NEIGHBOURS = {
     ("vllm", "hf"),  # vLLM reads a model's config with Transformers
+    ("kernels", "check"),  # the registry looks up the verdict on Triton when a GPU first needs it
     ("check", "bench"),  # the GPU check times
     ("bench", "check"),  # the benchmark withholds ratios by the errors and limits of all checks
 }
@@ -94,9 +95,10 @@ def imports(module: str, source: str) -> Iterator[str]:
             yield from (".".join([*base, alias.name]) for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
             "import_module",
+            "resolve_name",
             "__import__",
         ):
-            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            yield from (str(arg.value).partition(":")[0] for arg in node.args[:1] if isinstance(arg, ast.Constant))
 
 
 def is_for_type_checkers(node: ast.If) -> bool:
@@ -196,6 +198,7 @@ def test_every_module_keeps_the_directions() -> None:
         ("nsa.core.rope", "def f():\n    import nsa.model"),
         ("nsa.core.rope", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa_train.config import X"),
         ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa_train.train')"),
+        ("nsa.core.rope", "import pkgutil\npkgutil.resolve_name('nsa.check.self_check:verify')"),
         ("nsa_train.config.load", "from nsa_train.cli import main"),
         ("nsa_train.data.document_stream", "from nsa_train.record import heartbeat_record"),
         ("nsa.errors", "from nsa.kernels import registry"),

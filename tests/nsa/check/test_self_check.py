@@ -283,7 +283,7 @@ def test_the_key_holds_the_shape_the_dtype_and_the_sources(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "file", ["kernels/triton/device/tile.py", "kernels/triton/selected.py", "kernels/ops.py", "check/cases.py"]
+    "file", ["kernels/triton/tile.py", "kernels/triton/selected.py", "kernels/ops.py", "check/cases.py"]
 )
 def test_the_hash_changes_with_any_source(tmp_path, file):
     package = copied(tmp_path) / "nsa"

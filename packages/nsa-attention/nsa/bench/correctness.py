@@ -10,6 +10,7 @@ B batch · S queries · C compressed blocks · G kv groups · N chosen blocks
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,26 +49,29 @@ def check_correctness(
     if implementation.kind == "other":
         runner.results(task.backward)
         return CorrectnessCheck(False, reason=implementation.differs)
+    errors_of, short = partial(_errors, implementation.kind), short_length(case)
     if task.op == "decode":
         steps = min(_DECODE_STEPS, case.length - task.length)
-        outputs = [runner.results(False)["out"] for _ in range(steps)]
-        rows = torch.arange(task.length, task.length + steps)
-        errors = _errors(implementation, task, case, runner, {"out": torch.cat(outputs, 1)}, rows, rows_only=True)
-        return _compare_with_limit(errors, case, f"{steps} steps after {task.length} tokens, exactly")
-    short = short_length(case)
-    if case.length <= short:
-        errors = _errors(implementation, task, case, runner, runner.results(task.backward), torch.arange(case.length))
-        return _compare_with_limit(errors, case, f"all {case.length} queries")
-    short_case = BenchCase(case.shape, short, case.dtype, case.data, device=case.device)
-    short_task = replace(task, length=short)
-    short_runner = implementation.make[task.op](short_case, short_task)
-    errors = _errors(
-        implementation, short_task, short_case, short_runner, short_runner.results(task.backward), torch.arange(short)
-    )
-    rows = sampled_rows(case.length)
-    at_length = _errors(implementation, task, case, runner, runner.results(task.backward), rows)
-    errors = {name: max(errors[name], at_length[name]) for name in errors}
-    return _compare_with_limit(errors, case, f"all {short} queries of a short case and {len(rows)} of {case.length}")
+        out = torch.cat([runner.results(False)["out"] for _ in range(steps)], 1)
+        errors = errors_of(task, case, runner, {"out": out}, torch.arange(task.length, task.length + steps))
+        judged = f"{steps} steps after {task.length} tokens, exactly"
+    elif case.length <= short:
+        errors = errors_of(task, case, runner, runner.results(task.backward), torch.arange(case.length))
+        judged = f"all {case.length} queries"
+    else:
+        short_case = BenchCase(case.shape, short, case.dtype, case.data, device=case.device)
+        short_task = replace(task, length=short)
+        short_runner = implementation.make[task.op](short_case, short_task)
+        results = short_runner.results(task.backward)
+        errors = errors_of(short_task, short_case, short_runner, results, torch.arange(short))
+        rows = sampled_rows(case.length)
+        at_length = errors_of(task, case, runner, runner.results(task.backward), rows)
+        errors = {name: max(errors[name], at_length[name]) for name in errors}
+        judged = f"all {short} queries of a short case and {len(rows)} of {case.length}"
+    limit = ROW_LIMITS[case.dtype]
+    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
+    reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
+    return CorrectnessCheck(not wrong, errors, limit, judged, reason)
 
 
 def short_length(case: BenchCase) -> int:
@@ -82,38 +86,24 @@ def sampled_rows(length: int) -> Tensor:
     return torch.cat((scattered.sort().values, torch.arange(begin, length)))
 
 
-def _compare_with_limit(errors: dict[str, float], case: BenchCase, judged: str) -> CorrectnessCheck:
-    limit = ROW_LIMITS[case.dtype]
-    wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
-    reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
-    return CorrectnessCheck(not wrong, errors, limit, judged, reason)
-
-
 def _errors(
-    implementation: BenchImplementation,
-    task: BenchTask,
-    case: BenchCase,
-    runner: BenchRunner,
-    got: Results,
-    rows: Tensor,
-    *,
-    rows_only: bool = False,
+    kind: str, task: BenchTask, case: BenchCase, runner: BenchRunner, got: Results, rows: Tensor
 ) -> dict[str, float]:
-    """`rows_only`: the output holds these rows alone."""
+    """Error of each result. A decoded output holds the rows alone."""
     errors = {}
     compressed = compressed_by_phi(case) if task.op in ("prefill", "decode") else (case.k_BCGK, case.v_BCGV)
     idx_BSGN = runner.chosen(rows) if runner.chosen else None
-    if task.part == "select" and implementation.kind == "nsa":
+    if task.part == "select" and kind == "nsa":
         return {"blocks": choice_error(case, compressed[0], rows, got["out"][:, rows])}
     if idx_BSGN is not None:
         errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
-    want = exact(case, implementation.kind, task.part, rows, idx_BSGN, compressed)
+    want = exact(case, kind, task.part, rows, idx_BSGN, compressed)
     # The first key that only the checked rows can see; 0 where every query is checked.
     seen_from = 0 if len(rows) == case.length else case.length - _TAIL_ROWS
     first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
     for name, x in got.items():
         if name in ("out", "q", "gates"):
-            errors[name] = worst_row_error(x if rows_only else x[:, rows], want[name])
+            errors[name] = worst_row_error(x if x.shape[1] == len(rows) else x[:, rows], want[name])
         else:
             begin = first_block if name.endswith("cmp") else seen_from
             errors[name] = worst_row_error(x[:, begin:], want[name][:, begin:])

@@ -20,7 +20,7 @@ from nsa.bench.measurement import BenchMeasurement, ImplementationResult, Log, f
 from nsa.bench.roofline import BACKWARD_FACTOR
 from nsa.core.branches import AttendedKeys, BranchesOutput
 from nsa.core.layer_kinds import AllTokens
-from nsa.core.model_layers import attention_layers
+from nsa.core.probe import attention_layers
 from nsa.kernels.registry import KernelPlan
 from nsa.model.transformer import NSATransformer
 

@@ -13,8 +13,8 @@ import torch
 from nsa.bench.case import SHAPES, TORCH_DTYPES, BenchShape
 from nsa.check.kernel_call import CPU, KernelCall, QueryPositions
 from nsa.core.attention_config import INIT_STD
-from nsa.core.positions import plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import plain_layout
 from nsa.core.probe import Probe
 from nsa.geometry import Geometry
 from nsa.kernels.interface import KernelShape

@@ -36,8 +36,8 @@ from nsa.check.comparison import (
 )
 from nsa.core.branches import AttendedKeys
 from nsa.core.compression import BlockCompressor
-from nsa.core.positions import plain_layout
 from nsa.core.nsa_attention import NSAAttention
+from nsa.core.positions import plain_layout
 from nsa.core.probe import Probe
 from nsa.kernels.checkpoint_policy import NAMESPACE, keep_operators
 from nsa.kernels.registry import BackendRequest
