@@ -80,7 +80,7 @@ def _recorded(
 ) -> _RecordedForward:
     """The forward pass of the module, whose probe is a `_ForwardRecorder`, or of `run`, which calls it."""
     assert isinstance(module.probe, _ForwardRecorder)
-    out = (run or module)(x, **options)
+    out = (module if run is None else run)(x, **options)
     return _RecordedForward(out, module.probe.idx_BSGN)
 
 
