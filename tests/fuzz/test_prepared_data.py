@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 
 from nsa.errors import DataError, NSAError
 from nsa_train.data.rows.specs import PreparedData
-from nsa_train.data.shards.inspect import find_document, first_documents, length_stats, verify_set
-from nsa_train.data.shards.manifest import MANIFEST_NAME, TRAIN, ShardManifest, _parse_manifest, read_manifest
+from nsa_train.data.shards.manifest import (
+    MANIFEST_NAME,
+    TRAIN,
+    ShardManifest,
+    _parse_manifest,
+    find_document,
+    first_documents,
+    length_stats,
+    read_manifest,
+    verify_set,
+)
 from nsa_train.data.shards.reader import ShardReader
 from nsa_train.data.tokenizer import ByteTokenizer, load_tokenizer, parse_tokenizer, train_bpe
 from nsa_train.storage import StorageFolder

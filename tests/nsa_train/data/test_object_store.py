@@ -23,8 +23,7 @@ from nsa_train.data.prefetcher import BatchPrefetcher
 from nsa_train.data.prepare.plan import make_plan
 from nsa_train.data.prepare.run import prepare
 from nsa_train.data.rows.specs import PreparedData
-from nsa_train.data.shards.inspect import verify_set
-from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.data.shards.manifest import read_manifest, verify_set
 from nsa_train.storage import StorageFolder
 
 BUCKET = "corpus"

@@ -15,8 +15,7 @@ from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
-    from nsa_train.data.shards.inspect import LengthStats
-    from nsa_train.data.shards.manifest import ShardManifest
+    from nsa_train.data.shards.manifest import LengthStats, ShardManifest
     from nsa_train.data.source.read_report import NamedCount, ReadReport
     from nsa_train.data.tokenizer import Tokenizer
     from nsa_train.storage import StorageFolder
@@ -63,7 +62,7 @@ def inspect(
     Example: `nsa data inspect data/fwe10 --shards`
     """
     from nsa_train.data.prepare.run import read_report
-    from nsa_train.data.shards.inspect import find_document
+    from nsa_train.data.shards.manifest import find_document
 
     folder, manifest = _open_set(prepared)
     listed = manifest.shards(split) if shards else []
@@ -104,7 +103,7 @@ def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
 
     Example: `nsa data verify s3://bucket/fwe10`
     """
-    from nsa_train.data.shards.inspect import verify_set
+    from nsa_train.data.shards.manifest import verify_set
 
     folder, manifest = _open_set(prepared)
     total = sum(manifest.totals(split)["bytes"] for split in manifest.splits)
@@ -129,7 +128,7 @@ def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
 
     Example: `nsa data stats data/fwe10`
     """
-    from nsa_train.data.shards.inspect import length_stats
+    from nsa_train.data.shards.manifest import length_stats
 
     folder, manifest = _open_set(prepared)
     statistics = {split: length_stats(folder, manifest, split) for split in manifest.splits}
@@ -278,8 +277,7 @@ def _files(count: int) -> str:
 
 def _preview(folder: "StorageFolder", manifest: "ShardManifest", tokenizer: "Tokenizer | None") -> list[dict[str, Any]]:
     """The first documents of the training split: id, length, first ids, and the text they decode to."""
-    from nsa_train.data.shards.inspect import first_documents
-    from nsa_train.data.shards.manifest import TRAIN
+    from nsa_train.data.shards.manifest import TRAIN, first_documents
 
     if tokenizer is None:
         return []

@@ -19,8 +19,7 @@ from nsa_train.data.prepare.plan import make_plan
 from nsa_train.data.prepare.run import prepare, read_report
 from nsa_train.data.prepare.slurm import submit
 from nsa_train.data.prepare.task import _HASH_BYTES, TaskReader, _first_occurrences, hash_task, write_masks
-from nsa_train.data.shards.inspect import first_documents, verify_set
-from nsa_train.data.shards.manifest import read_manifest
+from nsa_train.data.shards.manifest import first_documents, read_manifest, verify_set
 from nsa_train.data.source.read_report import BAD_LINES, BINARY, DUPLICATES, EMPTY, EMPTY_RECORDS
 from nsa_train.storage import StorageFolder
 from tests.nsa_train.data.corpora import make_records, write_parquet

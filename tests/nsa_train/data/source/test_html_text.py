@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nsa_train.data.source.html_text import _ParagraphParser, html_text
+from nsa_train.data.source.text import _ParagraphParser, html_text
 
 PIECES = (
     *("<p>", "</p>", "<div class='a b'>", "</div>", '<DIV CLASS="toc">', "<br>", "<br/>", "<hr />", "<b>", "</b>"),

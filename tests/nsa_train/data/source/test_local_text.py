@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.document import CorruptUnit, DocumentColumns
 from nsa_train.data.document_stream import DocumentStream
-from nsa_train.data.source.html_text import html_text
 from nsa_train.data.source.read_report import (
     _SHOWN_NAMES,
     FOLDER_LINK,
@@ -26,7 +25,7 @@ from nsa_train.data.source.read_report import (
     ReadReport,
 )
 from nsa_train.data.source.resolve import list_local, open_source
-from nsa_train.data.source.text import TextFileSource
+from nsa_train.data.source.text import TextFileSource, html_text
 from nsa_train.data.tokenizer import ByteTokenizer
 from tests.nsa_train.data.corpora import make_records, write_parquet
 
