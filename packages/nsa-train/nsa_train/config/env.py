@@ -102,7 +102,7 @@ def read(environ: Mapping[str, str]) -> SettingsLayer:
     """The settings given by environment variables. A variable that is set but empty counts as unset."""
     layer = SettingsLayer()
     names = [name for name, text in environ.items() if name.startswith(PREFIX) and text.strip()]
-    for name in sorted(names, key=lambda name: (-_n_keys(name), name)):
+    for name in sorted(names, key=lambda name: (-len(VARIABLES[name].keys) if name in VARIABLES else 0, name)):
         where = f"environment {name}"
         if variable := VARIABLES.get(name):
             text = _negate(environ[name]) if variable.negated else environ[name].strip()
@@ -115,10 +115,6 @@ def read(environ: Mapping[str, str]) -> SettingsLayer:
             hint = f"Did you mean {guess}?" if guess else "docs/ENV.md lists them all."
             layer.problems.append(f"{where}: unknown environment variable. {hint}")
     return layer
-
-
-def _n_keys(name: str) -> int:
-    return len(VARIABLES[name].keys) if name in VARIABLES else 0
 
 
 def _negate(text: str) -> str:

@@ -223,7 +223,7 @@ class _RowTokens(BaseStreamer):
 
 
 class _StopAtText(StoppingCriteria):
-    """Ends the rows whose text contains a stop string, as `RowTokens` finds it: exact for any tokenizer."""
+    """Ends the rows whose text contains a stop string, as `_RowTokens` finds it: exact for any tokenizer."""
 
     def __init__(self, rows: _RowTokens) -> None:
         self._rows = rows

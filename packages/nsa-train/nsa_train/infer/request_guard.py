@@ -5,6 +5,7 @@ passes here is rewritten to the few fields that it needs; what does not gets a 4
 """
 
 import asyncio
+import inspect
 import json
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -21,11 +22,11 @@ from nsa_train.convert.folder_files import parse_json
 from nsa_train.infer.generate import SamplingSettings
 from nsa_train.infer.load_model import LoadedModel
 
-COMPLETIONS, CHAT, LOAD_MODEL = "/v1/completions", "/v1/chat/completions", "/load_model"
-_METHODS = {COMPLETIONS: "POST", CHAT: "POST", "/v1/models": "GET", "/health": "GET"}
-_MODEL_METHODS = {LOAD_MODEL: "POST", "/reset": "POST"}
+_COMPLETIONS, _CHAT, _LOAD_MODEL = "/v1/completions", "/v1/chat/completions", "/load_model"
+_METHODS = {_COMPLETIONS: "POST", _CHAT: "POST", "/v1/models": "GET", "/health": "GET"}
+_MODEL_METHODS = {_LOAD_MODEL: "POST", "/reset": "POST"}
 _DEFAULT_NEW_TOKENS = 1024
-SPARE_BYTES, BYTES_PER_TOKEN = 1 << 16, 32
+_SPARE_BYTES, _BYTES_PER_TOKEN = 1 << 16, 32
 """A request has at most the first number of bytes, and the second for each token of the context: text of many bytes
 per token and JSON's escapes fit."""
 _MOST_DISCARDED = 64 << 20
@@ -43,10 +44,7 @@ class _RequestRefused(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def response(self) -> JSONResponse:
-        return error_response(self.status, str(self), param=self.param, code=self.code)
+        self.response = error_response(status, message, param=param, code=code)
 
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
@@ -193,7 +191,7 @@ class RequestGuard:
         self._app, self._loaded, self._name, self._hosts = app, loaded, name, hosts
         self._context_length, self._defaults = context_length, defaults
         self._methods = _METHODS | (_MODEL_METHODS if model_endpoints else {})
-        self._most_bytes = SPARE_BYTES + BYTES_PER_TOKEN * context_length
+        self._most_bytes = _SPARE_BYTES + _BYTES_PER_TOKEN * context_length
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "websocket":
@@ -202,7 +200,7 @@ class RequestGuard:
             try:
                 receive = await self._checked(scope, receive)
             except _RequestRefused as refused:
-                return await refused.response()(scope, receive, send)
+                return await refused.response(scope, receive, send)
             except NSAError as error:  # e.g. of the chat template
                 return await error_response(400, str(error))(scope, receive, send)
         await self._app(scope, receive, send)
@@ -221,10 +219,10 @@ class RequestGuard:
         if scope["method"] == "GET":
             return receive
         raw = await self._read(scope["headers"], receive)
-        fields = _parse(raw) if raw or path in (COMPLETIONS, CHAT, LOAD_MODEL) else {}
-        if path == COMPLETIONS:
+        fields = _parse(raw) if raw or path in (_COMPLETIONS, _CHAT, _LOAD_MODEL) else {}
+        if path == _COMPLETIONS:
             fields = await asyncio.to_thread(self._completion, fields)
-        elif path == CHAT:
+        elif path == _CHAT:
             fields = await asyncio.to_thread(self._chat, fields)
         else:
             self._require_model(fields.get("model"))
@@ -359,14 +357,10 @@ class RequestGuard:
             )
 
 
-_TEMPLATE_PARAMETERS = {
-    *PreTrainedTokenizerFast.apply_chat_template.__code__.co_varnames[
-        : PreTrainedTokenizerFast.apply_chat_template.__code__.co_argcount
-    ],
-    "conversations",
-    "messages",
-    "load_audio_from_video",
+_TEMPLATE_PARAMETERS = {"conversations", "messages", "load_audio_from_video"} | {
+    *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
 }
+"""Keywords of a tokenizer's `apply_chat_template`, which are no variables of a template."""
 
 
 def encode_chat(
