@@ -96,7 +96,7 @@ def test_decode_with_scores_of_any_size_is_that_of_the_reference(backend, kind, 
     for kernels, wide in ((name, dtype), ("reference", torch.float64)):
         torch.manual_seed(0)
         module = NSAAttention(**args, kernels=kernels, kind=kind).to(dtype).to(wide).requires_grad_(False)
-        module.strategy.scale = scale
+        module.strategy.options["scale"] = scale
         cache, x = module.new_cache(2, 90), torch.randn(2, 90, 24).to(dtype).to(wide)
         module(x[:, :80], cache=cache)
         outs.append(torch.cat([module(x[:, t : t + 1], cache=cache) for t in range(80, 90)], 1).double())

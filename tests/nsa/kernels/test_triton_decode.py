@@ -302,7 +302,7 @@ def test_a_merged_step_is_one_softmax_over_blocks_before_the_window_and_the_wind
     tokens = CachedKeys(place(keys, values), pos, start)
     k_cmp, _, _, first = step.compressed
     entries = CachedKeys(one_page_per_row(k_cmp, k_cmp[..., :0]), pos, first)
-    got, blocks = decode.decode_merged(step.q, entries, tokens, tokens, geometry=TINY, scale=step.scale)
+    (got,), blocks = decode.decode(step.q, entries, tokens, tokens, geometry=TINY, scale=step.scale, merged=True)
     options = dict(geometry=TINY, scale=step.scale)
     far = (pos - TINY.w).clamp(min=-1)
     want_blocks = REFERENCE.select(step.q, k_cmp, far, first, **options)

@@ -10,8 +10,6 @@ n chosen coarse blocks · m entries of a coarse block · b selection blocks that
 N chosen blocks · x places in a block
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -101,26 +99,29 @@ def _select_in_chunks(
     k_CGK = k_BCGK.flatten(0, 1) if k_BCGK.shape[1] else k_BCGK.new_zeros(1, n_groups, width)  # read, and hidden
     size = max(1, budget(q_BSGRK) // max(1, n_groups * chosen_BSGn.shape[3] * coarse.entries * width))
     chunked = [x.flatten(0, 1).split(size) for x in (q_BSGRK, chosen_BSGn.long(), pos_BS, first_BS)]
-    chunks = [_QueryChunk(*chunk) for chunk in zip(*chunked, strict=True)]
-    blocks = [_select_chunk(k_CGK, chunk, weight_mb, geometry, coarse, scale) for chunk in chunks]
+    blocks = [
+        _select_chunk(k_CGK, q, chosen, pos, first, weight_mb, geometry, coarse, scale)
+        for q, chosen, pos, first in zip(*chunked, strict=True)
+    ]
     return torch.cat(blocks).view(*chosen_BSGn.shape[:3], geometry.n_sel)
 
 
-class _QueryChunk(NamedTuple):
-    """Some queries; rows of the batch one after the other."""
-
-    q_cGRK: Tensor
-    chosen_cGn: Tensor
-    pos_c: Tensor
-    first_c: Tensor
-    """Index of the document's entry 0 among those of all rows of the batch."""
-
-
 def _select_chunk(
-    k_CGK: Tensor, chunk: _QueryChunk, weight_mb: Tensor, geometry: Geometry, coarse: CoarseLevel, scale: float
-) -> Tensor:
-    score_cGnb = _mass(k_CGK, chunk, geometry, coarse, scale) @ weight_mb
-    chosen_cGn, per_coarse = chunk.chosen_cGn, coarse.entries * geometry.d // geometry.l_sel
+    k_CGK: Tensor, q_cGRK: Tensor, chosen_cGn: Tensor, pos_c: Tensor, first_c: Tensor, weight_mb: Tensor,
+    geometry: Geometry, coarse: CoarseLevel, scale: float,
+) -> Tensor:  # fmt: skip
+    """Of some queries, rows of the batch one after the other. first: index of the document's entry 0 among those of all
+    rows."""
+    entry_cGnm = chosen_cGn[..., None] * coarse.entries + torch.arange(coarse.entries, device=k_CGK.device)
+    last_c111 = _last_visible_entry(pos_c, geometry)[:, None, None, None]
+    hidden_cG1nm = ((entry_cGnm < 0) | (entry_cGnm > last_c111))[:, :, None]
+    wide = torch.promote_types(q_cGRK.dtype, torch.float32)
+    k_cGnmK = keys_at(k_CGK, first_c[:, None, None, None] + entry_cGnm).to(wide)
+    score_cGRnm = einsum("cgrk,cgnmk->cgrnm", q_cGRK.to(wide) * scale, k_cGnmK)
+    share_cGRx = score_cGRnm.masked_fill(hidden_cG1nm, -torch.inf).flatten(-2).softmax(-1)
+    # The probability of every entry read, summed over the heads of a group; 0 where a query sees none.
+    mass_cGnm = share_cGRx.view_as(score_cGRnm).masked_fill(hidden_cG1nm, 0).sum(2)
+    score_cGnb, per_coarse = mass_cGnm @ weight_mb, coarse.entries * geometry.d // geometry.l_sel
     number_cGnb = chosen_cGn[..., None] * per_coarse + torch.arange(score_cGnb.shape[-1], device=k_CGK.device)
     number_cGnb = number_cGnb.masked_fill(chosen_cGn[..., None] < 0, -1)
     # The last entries also cover blocks of the next coarse block. If that was chosen too, they are counted there.
@@ -128,21 +129,7 @@ def _select_chunk(
     beyond = score_cGnb.shape[-1] - per_coarse
     score_cGnb[..., 1:, :beyond] += score_cGnb[..., :-1, per_coarse:].where(follows_cGn1, 0)
     number_cGnb[..., :-1, per_coarse:].masked_fill_(follows_cGn1, -1)
-    own_c = chunk.pos_c // geometry.l_sel
-    return _best_numbers(score_cGnb.flatten(2), number_cGnb.flatten(2), own_c, geometry.n_sel)
-
-
-def _mass(k_CGK: Tensor, chunk: _QueryChunk, geometry: Geometry, coarse: CoarseLevel, scale: float) -> Tensor:
-    """Probability of every entry read, summed over the heads of a group: [c, G, n, m]; 0 where a query sees none."""
-    entry_cGnm = chunk.chosen_cGn[..., None] * coarse.entries + torch.arange(coarse.entries, device=k_CGK.device)
-    last_c111 = _last_visible_entry(chunk.pos_c, geometry)[:, None, None, None]
-    hidden_cGnm = (entry_cGnm < 0) | (entry_cGnm > last_c111)
-    wide = torch.promote_types(chunk.q_cGRK.dtype, torch.float32)
-    k_cGnmK = keys_at(k_CGK, chunk.first_c[:, None, None, None] + entry_cGnm).to(wide)
-    score_cGRnm = einsum("cgrk,cgnmk->cgrnm", chunk.q_cGRK.to(wide) * scale, k_cGnmK)
-    hidden_cG1nm = hidden_cGnm[:, :, None]
-    share_cGRx = score_cGRnm.masked_fill(hidden_cG1nm, -torch.inf).flatten(-2).softmax(-1)
-    return share_cGRx.view_as(score_cGRnm).masked_fill(hidden_cG1nm, 0).sum(2)
+    return _best_numbers(score_cGnb.flatten(2), number_cGnb.flatten(2), pos_c // geometry.l_sel, geometry.n_sel)
 
 
 def keys_at(k_XGK: Tensor, at_cGNx: Tensor) -> Tensor:

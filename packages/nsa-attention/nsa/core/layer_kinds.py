@@ -103,8 +103,9 @@ class AttentionStrategy(ABC):
         coarse: CoarseLevel | None = None,
         loss_blocks: SelectorBlocks = "chosen",
     ) -> None:
-        self.shape, self.kernels, self.scale, self.branches = shape, kernels, scale, branches
+        self.shape, self.kernels, self.branches = shape, kernels, branches
         self.coarse, self.loss_blocks = coarse, loss_blocks
+        self.options: ScoreOptions = {"geometry": shape.geometry, "scale": scale}
 
     @classmethod
     def own_config(cls, config: AttentionConfig) -> AttentionConfig:
@@ -116,10 +117,6 @@ class AttentionStrategy(ABC):
         pages. So it does with a window that nothing reads."""
         shared = config.kv == "shared"
         return shared or "sliding" not in self.branches, shared and config.compression.rotated == "before"
-
-    @property
-    def options(self) -> ScoreOptions:
-        return {"geometry": self.shape.geometry, "scale": self.scale}
 
     @property
     def selects(self) -> bool:
@@ -269,10 +266,10 @@ class AllTokens(AttentionStrategy):
         backend = next(choice.backend for choice in run.choices if choice.branch == "sliding")
         tokens = keys[2]
         if self.kernels.sliding == "auto" and backend != COMPILED_ON_CPU and _is_plain(q_BSGRK, tokens):
-            return BranchesOutput(_torch_attention(q_BSGRK, tokens.k, tokens.v, self.scale), None, ())
+            return BranchesOutput(_torch_attention(q_BSGRK, tokens.k, tokens.v, self.options["scale"]), None, ())
         g = self.shape.geometry
         whole = _with_window(g.l, g.d, g.l_sel, g.n_sel, _ALL_TOKENS)
-        out = run.functions.sliding(q_BSGRK, *tokens, geometry=whole, scale=self.scale)
+        out = run.functions.sliding(q_BSGRK, *tokens, geometry=whole, scale=self.options["scale"])
         assert isinstance(out, Tensor)
         return BranchesOutput(out, None, ())
 

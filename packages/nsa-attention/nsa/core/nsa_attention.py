@@ -111,7 +111,7 @@ class NSAAttention(nn.Module):
     @property
     def scale(self) -> float:
         """What scores are multiplied by."""
-        return self.strategy.scale
+        return self.strategy.options["scale"]
 
     @property
     def coarse(self) -> CoarseLevel | None:

@@ -72,8 +72,7 @@ class SelectionProbe(Probe):
             can_miss_Q = _free_blocks(pos, geometry) > geometry.n_sel - FORCED_BLOCKS
             if can_miss_Q.any():
                 q, idx, pos, start, own = (x[can_miss_Q] for x in (q, idx, pos, start, own))
-                counted = _CountedQueries(q, idx, pos, start, selected.k[row], geometry, scale)
-                self.counts.add(counted.compare(own, window))
+                self.counts.add(_compare(q, idx, pos, start, own, selected.k[row], geometry, scale, window))
 
 
 def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:
@@ -81,51 +80,37 @@ def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:
     return (pos_Q // g.l_sel - _LOCAL_BLOCKS).clamp(min=0)
 
 
-@dataclass
-class _CountedQueries:
-    """Queries of one row that cannot take every block."""
-
-    q_QGRK: Tensor
-    idx_QGN: Tensor
-    pos_Q: Tensor
-    """Up to which they choose."""
-    start_Q: Tensor
-    k_TGK: Tensor
-    g: Geometry
-    scale: float
-
-    def compare(self, own_pos_Q: Tensor, window: int) -> SelectionCounts:
-        """`own_pos_Q`: their own positions, where a window of so many tokens ends."""
-        g, n_groups = self.g, self.q_QGRK.shape[1]
-        mass_QGn = block_mass(self.q_QGRK, self.pos_Q, self.start_Q, self.k_TGK, g.l_sel, self.scale)
-        number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)
-        n_free_Q = _free_blocks(self.pos_Q, g)
-        free_Qn = (number_n >= 1) & (number_n <= n_free_Q[:, None])
-        one_more = torch.zeros_like(mass_QGn[..., :1])  # where −1 (no block) goes
-        chosen_QGn = torch.cat((torch.zeros_like(mass_QGn), one_more), -1).scatter(
-            -1, torch.where(self.idx_QGN < 0, mass_QGn.shape[-1], self.idx_QGN).long(), 1.0
-        )[..., :-1]
-        top_QG1 = mass_QGn.masked_fill(~free_Qn[:, None], -1).argmax(-1, keepdim=True)
-        caught_QG = (mass_QGn * chosen_QGn).sum(-1) / mass_QGn.sum(-1)
-        in_window_QG, before_QGn = self._whole_mass(own_pos_Q, window)
-        read_QGn = before_QGn * chosen_QGn
-        return SelectionCounts(
-            queries=len(n_free_Q) * n_groups,
-            hits=int((chosen_QGn.gather(-1, top_QG1) > 0).sum()),
-            expected_hits=float(((g.n_sel - FORCED_BLOCKS) / n_free_Q).sum()) * n_groups,
-            mass_caught=float(caught_QG.sum()),
-            window_mass=float(in_window_QG.sum()),
-            forced_mass=float((read_QGn * ~free_Qn[:, None]).sum()),
-            scored_mass=float((read_QGn * free_Qn[:, None]).sum()),
-        )
-
-    def _whole_mass(self, own_pos_Q: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """Shares of dense attention over all keys: in the window [Q, G], and of the tokens before it in each block."""
-        place_QT = _places(self.k_TGK, self.start_Q)
-        mass_QGT = _token_mass(self.q_QGRK, own_pos_Q, self.start_Q, self.k_TGK, self.scale) / self.q_QGRK.shape[2]
-        near_QT = place_QT > (own_pos_Q - window)[:, None]
-        before_QGn = _by_block(mass_QGT.masked_fill(near_QT[:, None], 0), place_QT, self.g.l_sel)
-        return (mass_QGT * near_QT[:, None]).sum(-1), before_QGn
+def _compare(
+    q_QGRK: Tensor, idx_QGN: Tensor, pos_Q: Tensor, start_Q: Tensor, own_pos_Q: Tensor, k_TGK: Tensor, g: Geometry,
+    scale: float, window: int,
+) -> SelectionCounts:  # fmt: skip
+    """Of queries of one row that cannot take every block: they choose up to `pos`, and a window of so many tokens ends
+    at their own positions."""
+    n_groups = q_QGRK.shape[1]
+    mass_QGn = block_mass(q_QGRK, pos_Q, start_Q, k_TGK, g.l_sel, scale)
+    number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)
+    n_free_Q = _free_blocks(pos_Q, g)
+    free_Qn = (number_n >= 1) & (number_n <= n_free_Q[:, None])
+    one_more = torch.zeros_like(mass_QGn[..., :1])  # where −1 (no block) goes
+    chosen_QGn = torch.cat((torch.zeros_like(mass_QGn), one_more), -1).scatter(
+        -1, torch.where(idx_QGN < 0, mass_QGn.shape[-1], idx_QGN).long(), 1.0
+    )[..., :-1]
+    top_QG1 = mass_QGn.masked_fill(~free_Qn[:, None], -1).argmax(-1, keepdim=True)
+    caught_QG = (mass_QGn * chosen_QGn).sum(-1) / mass_QGn.sum(-1)
+    # Shares of dense attention over all keys: in the window, and of the tokens before it in each block.
+    place_QT = _places(k_TGK, start_Q)
+    mass_QGT = _token_mass(q_QGRK, own_pos_Q, start_Q, k_TGK, scale) / q_QGRK.shape[2]
+    near_QT = place_QT > (own_pos_Q - window)[:, None]
+    read_QGn = _by_block(mass_QGT.masked_fill(near_QT[:, None], 0), place_QT, g.l_sel) * chosen_QGn
+    return SelectionCounts(
+        queries=len(n_free_Q) * n_groups,
+        hits=int((chosen_QGn.gather(-1, top_QG1) > 0).sum()),
+        expected_hits=float(((g.n_sel - FORCED_BLOCKS) / n_free_Q).sum()) * n_groups,
+        mass_caught=float(caught_QG.sum()),
+        window_mass=float((mass_QGT * near_QT[:, None]).sum(-1).sum()),
+        forced_mass=float((read_QGn * ~free_Qn[:, None]).sum()),
+        scored_mass=float((read_QGn * free_Qn[:, None]).sum()),
+    )
 
 
 def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | None:

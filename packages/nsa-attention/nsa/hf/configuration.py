@@ -35,6 +35,10 @@ def _add_options(namespace: dict[str, Any]) -> None:
     namespace |= {each.exported: each.usual for each in LAYER_OPTIONS} | {"__module__": __name__}
 
 
+def _listed(pattern: Any) -> list[Any]:
+    return pattern if isinstance(pattern, list) else [pattern]
+
+
 _OptionFields: Any = types.new_class("_OptionFields", (PreTrainedConfig,), exec_body=_add_options)
 
 
@@ -85,19 +89,11 @@ class NSAConfig(_OptionFields):
 
     def layer_kinds(self) -> list[AttentionKind]:
         """The kind of attention of every layer."""
-        return repeated(self._attention_pattern, self.num_hidden_layers)
-
-    @property
-    def _attention_pattern(self) -> list[AttentionKind]:
-        return [self.attention] if isinstance(self.attention, str) else self.attention
+        return repeated(_listed(self.attention), self.num_hidden_layers)
 
     def layer_ropes(self) -> list[RopeLayer]:
         """The RoPE of every layer."""
-        return repeated(self._rope_pattern, self.num_hidden_layers)
-
-    @property
-    def _rope_pattern(self) -> list[RopeLayer]:
-        return [self.rope_layers] if isinstance(self.rope_layers, str) else self.rope_layers
+        return repeated(_listed(self.rope_layers), self.num_hidden_layers)
 
     @property
     def layer_types(self) -> list[str]:
@@ -118,7 +114,7 @@ class NSAConfig(_OptionFields):
             (
                 *self._unchecked_attention().broken_rules(_NAMES),
                 *broken_pattern_rules(
-                    self._attention_pattern, self._rope_pattern, self.window, self.num_hidden_layers, _NAMES
+                    _listed(self.attention), _listed(self.rope_layers), self.window, self.num_hidden_layers, _NAMES
                 ),
             )
         )

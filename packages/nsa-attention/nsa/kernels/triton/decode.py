@@ -287,48 +287,23 @@ class TritonDecoder:
                 f"has none. Pass them to a decoder that was made with merged=False, and only to that."
             )
         with device_of(q_B1GRK):
-            if gates_B1GR3 is None:
-                return decode_merged(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
-            branches, idx_B1GN = decode(q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale)
-            return mix_forward(gates_B1GR3, *branches), idx_B1GN
+            out, idx_B1GN = decode(
+                q_B1GRK, *self._keys, geometry=self._geometry, scale=self._scale, merged=self._merged
+            )
+            return (out[0] if gates_B1GR3 is None else mix_forward(gates_B1GR3, *out.unbind())), idx_B1GN
 
 
 def decode(
-    q_B1GRK: Tensor,
-    compressed: CachedKeys,
-    selected: CachedKeys,
-    window: CachedKeys,
-    *,
-    geometry: Geometry,
-    scale: float,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """The compressed, selected and sliding branch's outputs, and the chosen blocks; the cache is read in place."""
-    out, idx = _launch(q_B1GRK, compressed, selected, window, geometry, scale, merged=False)
-    return (out[0], out[1], out[2]), idx
-
-
-def decode_merged(
-    q_B1GRK: Tensor,
-    compressed: CachedKeys,
-    selected: CachedKeys,
-    window: CachedKeys,
-    *,
-    geometry: Geometry,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The output of one softmax over the window and blocks chosen among the tokens before it, and these blocks."""
-    far_B1 = (selected.pos_B1 - geometry.w).clamp(min=-1)
-    k, _, table_BP = compressed.pages
-    entries = compressed._replace(pages=KeyPages(k, k, table_BP), pos_B1=far_B1)  # values are not read
-    out, idx = _launch(q_B1GRK, entries, selected._replace(pos_B1=far_B1), window, geometry, scale, merged=True)
-    return out[0], idx
-
-
-def _launch(
-    q_B1GRK: Tensor, compressed: CachedKeys, selected: CachedKeys, window: CachedKeys, geometry: Geometry, scale: float,
-    *, merged: bool,
+    q_B1GRK: Tensor, compressed: CachedKeys, selected: CachedKeys, window: CachedKeys, *, geometry: Geometry,
+    scale: float, merged: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs of all branches, [3 or 1, B, 1, G, R, V], and the chosen blocks."""
+    """Outputs of the compressed, selected and sliding branch, [3, B, 1, G, R, V], and the chosen blocks; the cache is
+    read in place. merged: the output, [1, …], of one softmax over the window and blocks of the tokens before it."""
+    if merged:
+        far_B1 = (selected.pos_B1 - geometry.w).clamp(min=-1)
+        k, _, table_BP = compressed.pages
+        compressed = compressed._replace(pages=KeyPages(k, k, table_BP), pos_B1=far_B1)  # values are not read
+        selected = selected._replace(pos_B1=far_B1)
     B, _, G, R, K = q_B1GRK.shape
     V = selected.pages.v.shape[-1]
     (q,) = rows_contiguous(q_B1GRK)
