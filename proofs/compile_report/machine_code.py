@@ -8,7 +8,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 
 from nsa.gpus import GpuArchitecture
-from nsa.kernels.triton.machine_code import KernelResources, read_by, resources
+from nsa.kernels.triton.autotune import KernelResources, read_by, resources
 
 
 @dataclass(frozen=True)

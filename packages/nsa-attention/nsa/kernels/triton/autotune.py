@@ -3,23 +3,82 @@
 Off by default (runtime.tune_kernels). Tiles decide the order of additions, hence the last bits of every result, and
 timing varies from run to run. The table of `nsa.kernels.triton.tuning` gives the same bits on every GPU of a kind;
 tuning gives that up for speed. A choice never changes within a process, nor, while the file is kept, in a later one. A
-candidate that spills or takes more shared memory than there is, according to its machine code, is never run.
+candidate that spills or takes more shared memory than there is, according to its machine code, is never run: the
+compiler does not check shared memory.
 """
 
 import logging
+import re
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from nsa.gpus import GpuArchitecture
 from nsa.kernels.cpu.build import cache_folder
-from nsa.kernels.triton.machine_code import resources
 from nsa.kernels.triton.tile_store import TileStore, tunes
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose, limits_here
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    registers: int
+    spilled_bytes: int
+    """To memory, for each lane."""
+    vector_spills: int
+    """Registers moved to the matrix units' (AMD only)."""
+    scalar_spills: int
+    """Scalar registers kept in lanes of vector registers (AMD only): an instruction each way, no memory."""
+    shared_bytes: int
+
+    def over_limits(self, gpu: GpuArchitecture) -> list[str]:
+        """Resources the kernel takes and should not."""
+        reasons = []
+        if self.spilled_bytes:
+            reasons.append(f"{self.spilled_bytes} bytes spilled")
+        if self.vector_spills or self.scalar_spills:
+            reasons.append(f"{self.vector_spills} vector and {self.scalar_spills} scalar registers spilled")
+        if self.shared_bytes > gpu.shared_limit:
+            reasons.append(f"{self.shared_bytes} bytes of shared memory, the limit is {gpu.shared_limit}")
+        return reasons
+
+
+def resources(compiled: Any, gpu: GpuArchitecture) -> KernelResources:
+    if gpu.backend == "cuda":
+        usage = read_by("cuobjdump", compiled.asm, "--dump-resource-usage")
+        registers, spilled, vector, scalar = _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), 0, 0
+    else:
+        registers, spilled, vector, scalar = (
+            _number(rf"\.{name}:\s+(\d+)", compiled.asm["amdgcn"])
+            for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
+        )
+    return KernelResources(registers, spilled, vector, scalar, compiled.metadata.shared)
+
+
+def read_by(tool: str, asm: Any, *options: str) -> str:
+    """What a tool of NVIDIA's prints of a kernel's machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+        command = [str(program), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"the compiler's output has no {pattern!r}: another version writes it differently")
+    return int(match[1])
+
 
 _log = logging.getLogger(__name__)
 
