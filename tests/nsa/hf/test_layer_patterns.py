@@ -67,4 +67,4 @@ def test_patterns_that_make_no_sense_are_refused(attention):
 
 
 def test_remote_code_holds_the_layers():
-    assert {"nsa_core_layer_kinds.py", "nsa_core_token_caches.py"} <= remote_code_files().keys()
+    assert {"nsa_core_layer_kinds.py", "nsa_core_kv_cache.py"} <= remote_code_files().keys()

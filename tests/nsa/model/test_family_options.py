@@ -218,4 +218,4 @@ def test_modelling_code_of_an_export_has_the_positions_of_layers():
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
     from nsa.hf.remote_code import remote_code_files
 
-    assert "nsa_core_layer_positions.py" in remote_code_files()
+    assert "nsa_core_model_layers.py" in remote_code_files()
