@@ -160,7 +160,7 @@ def _best_numbers(score_cGX: Tensor, number_cGX: Tensor, own_c: Tensor, n_sel: i
     forced_scores = torch.full(shape, torch.inf, device=score_cGX.device)
     score = torch.cat([forced_scores, score_cGX.float().nan_to_num(0.0)], -1)
     score = score.masked_fill(torch.cat([repeated_c13.expand(shape), dropped_cGX], -1), -torch.inf)
-    # As in `portable.range_attention`: scores are ≥ 0 or ±inf, so their bits order as integers do; ties go to lower numbers.
+    # Scores are ≥ 0 or ±inf, so their bits order as integers do; ties go to lower numbers, as in the portable backend.
     most = 2**31 - 1
     key = score.view(torch.int32).long() << 32 | (most - number.clamp(min=0))
     key = torch.nn.functional.pad(key, (0, max(0, n_sel - key.shape[-1])), value=-1)
