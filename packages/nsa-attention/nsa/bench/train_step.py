@@ -35,7 +35,7 @@ class _TorchAttention(AllTokens):
         self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys
     ) -> BranchesOutput:
         q, k, v = (x.transpose(1, 2) for x in (q_BSGRK.flatten(2, 3), *keys[2][:2]))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.options["scale"], enable_gqa=True)
         return BranchesOutput(out.transpose(1, 2).unflatten(2, q_BSGRK.shape[2:4]), None, ())
 
 
