@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from nsa.errors import CheckpointError
@@ -170,6 +170,10 @@ def _read_piece(files: VerifiedFiles, where: PieceLocation) -> object:
     return parse_plain(files.read_range(name, where.offset, where.length), files.path / name)
 
 
+def _file_order(where: PieceLocation) -> tuple[str, int]:
+    return where.relative_path, where.offset
+
+
 def read_trainer_state(files: VerifiedFiles, rank: int) -> object:
     """The engine's state of a rank; that of rank 0 if the saving run had no such rank. None if there is neither."""
     for name in (names.trainer_state(rank), names.trainer_state(0)):
@@ -211,8 +215,9 @@ def require_harmless(files: VerifiedFiles, *, pieces: bool = True, rank: int = 0
         pickled = f"{folder}{names.TENSOR_INDEX}"
         if pickled != files.tensor_index and read_index(files, pickled) != index:
             raise CheckpointError(f"{files.path / pickled} is not the index in {names.TENSOR_INDEX_JSON}.")
-        for where in index.storage_data.values():
-            _read_piece(files, where)
+        unverified = VerifiedFiles(files.path, None)  # its hashes were compared a moment ago, and nothing is used
+        for where in sorted(index.storage_data.values(), key=_file_order):
+            _read_piece(unverified, where)
     return index
 
 
@@ -250,21 +255,23 @@ def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
     """The model's full tensors from DCP's pieces, by parameter name, in one process, every byte verified."""
     index = read_index(files)
     paths: Mapping[str, Any] = index.planner_data or {}
-    whole = {}
+    whole: dict[str, Tensor] = {}
+    pieces: list[tuple[PieceLocation, str, Tensor, ChunkStorageMetadata]] = []
     for key, described in index.state_dict_metadata.items():
         path = [str(part) for part in paths.get(key, key.split("."))]
         if path[0] != "model" or not isinstance(described, TensorStorageMetadata):
             continue
-        tensor = torch.empty(described.size, dtype=described.properties.dtype)
-        for chunk in described.chunks:
-            piece = _read_piece(files, index.storage_data[MetadataIndex(key, chunk.offsets)])
-            part = tensor
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-                part = part.narrow(dim, offset, size)
-            if not isinstance(piece, Tensor) or part.shape != piece.shape:
-                raise CheckpointError(f"{files.path}: a piece of {key} has another shape than the index says.")
-            part.copy_(piece)
-        whole[".".join(path[1:])] = tensor
+        tensor = whole[".".join(path[1:])] = torch.empty(described.size, dtype=described.properties.dtype)
+        places = (index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in described.chunks)
+        pieces += [(place, key, tensor, chunk) for place, chunk in zip(places, described.chunks, strict=True)]
+    # In the order of the files, where those of a tensor are far from each other: a block is read once.
+    for place, key, part, chunk in sorted(pieces, key=lambda piece: _file_order(piece[0])):
+        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        value = _read_piece(files, place)
+        if not isinstance(value, Tensor) or part.shape != value.shape:
+            raise CheckpointError(f"{files.path}: a piece of {key} has another shape than the index says.")
+        part.copy_(value)
     if not whole:
         raise CheckpointError(f"{files.path} holds no model: no tensor in it is called model.*.")
     return whole
@@ -316,7 +323,7 @@ class VerifiedReader(StorageReader):
     def _read(self, plan: LoadPlan) -> Iterator[tuple[ReadItem, object]]:
         """Every item with its value, in the order of the files; threads read a few ahead."""
         where = self._index.storage_data
-        items = sorted(plan.items, key=lambda i: (where[i.storage_index].relative_path, where[i.storage_index].offset))
+        items = sorted(plan.items, key=lambda item: _file_order(where[item.storage_index]))
         waiting: deque[tuple[ReadItem, Future[object]]] = deque()
         with ThreadPoolExecutor(self._thread_count, thread_name_prefix="checkpoint-read") as pool:
             for item in items:
