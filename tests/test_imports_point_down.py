@@ -65,7 +65,7 @@ READS_ENVIRONMENT = (
     "nsa_train.storage",  # only sets
     "nsa_train.data.tokenizer",  # only sets
     "nsa_train.cli.startup",  # only sets, for OpenMP
-    "nsa.check.child",  # only passes it on, to a child process
+    "nsa.check.self_check",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -1,11 +1,9 @@
 """The checks of `nsa gpu-check`, and their runner: a child process, restarted after an exception, crash or hang.
 
 Subjects select from the table of cases: every kernel against the reference in fp64 (parity), kernels under autocast,
-and the module against itself. The child is this module as a program (`python -m nsa.check.gpu_check ARGUMENTS`).
+and the module against itself. The child is this module as a program (`nsa.child_process`).
 """
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -21,11 +19,11 @@ from nsa.bench.case import SHAPES, TORCH_DTYPES
 from nsa.bench.machine import describe_device, describe_machine, triton_version
 from nsa.check import gpu_check_speed, kernel_checks, module_checks
 from nsa.check.cases import BACKEND, CheckSizes, KernelCase, on_gpu, rehearsal
-from nsa.check.child import child_messages, exception_line, message_writer, output_lines
 from nsa.check.comparison import CheckResult, CheckStatus, bounded, fact, needs_gpu, worst
 from nsa.check.gpu_check_report import GpuCheck, MeasuredTable
 from nsa.check.prove import error_under_autocast
 from nsa.check.self_check import CheckRequest, RecordStore, key_for, recorded, verify
+from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.registry import BACKENDS, BRANCHES
@@ -258,53 +256,45 @@ class GpuCheckRunner:
         first = 0
         while first < len(self.checks):
             reached, began = -1, time.monotonic()
-            with tempfile.TemporaryFile() as output:
-                for message in self._messages(first, output):
-                    if message["kind"] == "begin":
-                        reached, began = message["number"], time.monotonic()
-                        yield self.checks[reached]
-                    elif message["kind"] == "result":
-                        yield CheckResult(**message["result"] | {"verdict": CheckStatus(message["result"]["verdict"])})
-                    elif message["kind"] == "measured":
-                        yield MeasuredTable(**message["measured"])
-                    elif message["kind"] == "exited":
-                        check = self.checks[max(reached, first)]
-                        why = message["why"] or exception_line(output)
-                        self.traces[f"{check.subject}: {check.name}"] = "\n".join(output_lines(output)[-_MOST_LINES:])
-                        yield CheckResult(check.name, CheckStatus.FAILS, note=why, subject=check.subject,
-                                  seconds=time.monotonic() - began)  # fmt: skip
-                    else:
-                        return
+            with ChildProcess("the process", ("-m", "nsa.check.gpu_check"), self.environ) as child:
+                child.send(first=first, **vars(self.request))
+                try:
+                    for message in child.messages(silence_s=self.silence_s):
+                        if message["kind"] == "begin":
+                            reached, began = message["number"], time.monotonic()
+                            yield self.checks[reached]
+                        elif message["kind"] == "result":
+                            result = message["result"]
+                            yield CheckResult(**result | {"verdict": CheckStatus(result["verdict"])})
+                        elif message["kind"] == "measured":
+                            yield MeasuredTable(**message["measured"])
+                        else:
+                            return
+                except ChildFailed as error:
+                    check = self.checks[max(reached, first)]
+                    self.traces[f"{check.subject}: {check.name}"] = "\n".join(child.output_lines()[-_MOST_LINES:])
+                    yield CheckResult(check.name, CheckStatus.FAILS, note=str(error), subject=check.subject,
+                                      seconds=time.monotonic() - began)  # fmt: skip
             if reached < first:  # the child cannot even start
                 return
             first = reached + 1
 
-    def _messages(self, first: int, output: IO[bytes]) -> Iterator[dict[str, Any]]:
-        command = [sys.executable, "-m", "nsa.check.gpu_check"]
-        return child_messages(command, vars(self.request) | {"first": first}, self.environ, output, self.silence_s)
 
-
-def main(arguments: str) -> None:
-    """In the child: run the checks and send each result at once.
-
-    `arguments`: JSON with the pipe to write to, what to run, and the first check.
-    """
-    options = json.loads(arguments)
-    to, first = options.pop("to"), options.pop("first")
+def _answer(write: Callable[..., None], first: int, **options: Any) -> None:
+    """In the child: run the checks from the first one on and send each result at once."""
     torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
-    with message_writer(to) as write:
-        for number, check in enumerate(GpuCheckRequest(**options).checks()[first:], start=first):
-            write(kind="begin", number=number)
-            begin = time.perf_counter()
-            for result in check.run():
-                if isinstance(result, CheckResult):
-                    now = time.perf_counter()
-                    write(kind="result", result=asdict(replace(result, subject=check.subject, seconds=now - begin)))
-                    begin = now
-                else:
-                    write(kind="measured", measured=asdict(result))
-        write(kind="done")
+    for number, check in enumerate(GpuCheckRequest(**options).checks()[first:], start=first):
+        write(kind="begin", number=number)
+        begin = time.perf_counter()
+        for result in check.run():
+            if isinstance(result, CheckResult):
+                now = time.perf_counter()
+                write(kind="result", result=asdict(replace(result, subject=check.subject, seconds=now - begin)))
+                begin = now
+            else:
+                write(kind="measured", measured=asdict(result))
+    write(kind="done")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer_parent(_answer)

@@ -11,20 +11,18 @@ import json
 import logging
 import os
 import re
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from nsa.check.child import child_messages, clean_environment, exception_line, message_writer, output_lines
 from nsa.check.comparison import CheckResult, bounded
+from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
 from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
@@ -61,10 +59,15 @@ _HINTS = {
     "out of memory": f"The GPU has too little free memory for the check: run it before anything else: {_RERUN}",
 }
 """By words of the child's output."""
+_LAUNCHER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "NSA_")
 # The child must import this very package, wherever it was started; other modules are found as usual.
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); import nsa; del sys.path[0]; "
-    "from nsa.check.self_check import main; main(sys.argv[2])"
+    "from nsa.check.self_check import main; main()"
 )
 
 
@@ -283,36 +286,38 @@ def _run_check(request: CheckRequest) -> CheckRecord:
     began = said = time.monotonic()
     figures: list[CheckResult] = []
     seconds: dict[str, float] = {}
-    part, done, why = "start", False, ""
-    command = [sys.executable, "-P", "-c", _PROGRAM, str(request.package.parent)]
-    environ = clean_environment(interpret=request.device.type == "cpu")
-    with tempfile.TemporaryFile() as output:
-        try:
-            for message in child_messages(command, request.arguments, environ, output, request.silence_s):
-                match message:
-                    case {"kind": "begin", "part": str(part)}:
-                        if time.monotonic() - said > _PROGRESS_S:
-                            said = time.monotonic()
-                            _log.warning("checking Triton kernels: %s, %.0f s so far", part, said - began)
-                    case {"kind": "figures", "figures": list(compared)}:
-                        figures += [bounded(figure["name"], figure["error"], figure["limit"]) for figure in compared]
-                    case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
-                        seconds[what] = round(took, 2)
-                    case {"kind": "exited", "why": str(reason)}:
-                        why = reason or exception_line(output)
-                    case {"kind": "done"}:
-                        done = True
-        except (ValueError, TypeError, KeyError, OSError) as error:
-            why = f"it cannot be started, or its output not read ({error!r})"
-        seconds["all"] = round(time.monotonic() - began, 2)
-        return _record(key, figures, seconds, output, part, "" if done and not why else why or "it ended too early")
+    part, done, why, lines = "start", False, "", []
+    command = ("-P", "-c", _PROGRAM, str(request.package.parent))
+    try:
+        with ChildProcess("the process", command, clean_environment(interpret=request.device.type == "cpu")) as child:
+            child.send(**request.arguments)
+            try:
+                for message in child.messages(silence_s=request.silence_s):
+                    match message:
+                        case {"kind": "begin", "part": str(part)}:
+                            if time.monotonic() - said > _PROGRESS_S:
+                                said = time.monotonic()
+                                _log.warning("checking Triton kernels: %s, %.0f s so far", part, said - began)
+                        case {"kind": "figures", "figures": list(compared)}:
+                            figures += [bounded(each["name"], each["error"], each["limit"]) for each in compared]
+                        case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
+                            seconds[what] = round(took, 2)
+                        case {"kind": "done"}:
+                            done = True
+            finally:
+                lines = child.output_lines()
+    except ChildFailed as error:
+        why = str(error)
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        why = f"it cannot be started, or its output not read ({error!r})"
+    seconds["all"] = round(time.monotonic() - began, 2)
+    return _record(key, figures, seconds, lines, part, "" if done and not why else why or "it ended too early")
 
 
 def _record(
-    key: CheckKey, figures: list[CheckResult], seconds: dict[str, float], output: IO[bytes], part: str, why: str
+    key: CheckKey, figures: list[CheckResult], seconds: dict[str, float], lines: list[str], part: str, why: str
 ) -> CheckRecord:
     wrong = [figure for figure in figures if not figure.holds]
-    lines = output_lines(output)
     hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), "") if why else ""
     reason = ""
     if wrong:
@@ -328,18 +333,26 @@ def _record(
     return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(hint))
 
 
-def main(arguments: str) -> None:
-    """Check in the child: compile the kernels, compare them, and send each figure at once.
+def clean_environment(*, interpret: bool) -> dict[str, str]:
+    """This process's variables without torchrun's and without settings of this package: for one process on one device.
 
-    `arguments`: JSON with the pipe to write to and `CheckRequest.arguments`.
+    `interpret`: whether Triton's kernels are interpreted there.
     """
-    request = json.loads(arguments)
-    with message_writer(request["to"]) as write:
-        _check_kernels(request, write)
-        write(kind="done")
+    environment = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in (*_LAUNCHER_VARIABLES, "TRITON_INTERPRET") and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return environment | ({"TRITON_INTERPRET": "1"} if interpret else {})
 
 
-def _check_kernels(request: dict[str, Any], write: Callable[..., None]) -> None:
+def main() -> None:
+    """Check in the child: compile the kernels, compare them, and send each figure at once."""
+    answer_parent(_check_kernels)
+
+
+def _check_kernels(write: Callable[..., None], **request: Any) -> None:
+    """`request`: `CheckRequest.arguments`."""
     from nsa.check import cases, kernel_checks  # in the child alone: the parent only reads verdicts
 
     began = time.perf_counter()
@@ -375,3 +388,4 @@ def _check_kernels(request: dict[str, Any], write: Callable[..., None]) -> None:
         results = kernel_checks.check_part(part, device)
         write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
         write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
+    write(kind="done")
