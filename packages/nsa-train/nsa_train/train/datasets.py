@@ -47,8 +47,8 @@ def _tokenizer_of_set(folder: StorageFolder, spec: str) -> Tokenizer | None:
     """The tokenizer beside the manifest, else the one in the settings, if it is the one the set was prepared with."""
     manifest = read_manifest(folder)
     with suppress(ConfigError, DataError):  # a tokenizer.json that somebody else put there
-        if (kept := read_from_set(folder, manifest)) is not None:
-            return kept
+        if (saved := read_from_set(folder, manifest)) is not None:
+            return saved
     try:
         tokenizer = load_tokenizer(spec)
         check_same(manifest.vocab_size, manifest.tokenizer_fingerprint, tokenizer)

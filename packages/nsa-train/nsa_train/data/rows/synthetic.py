@@ -104,9 +104,9 @@ class SyntheticRows:
     def answer_places(self, row_ids: np.ndarray) -> list[AnswerPlace]:
         """The fact of every counted token of these rows, in their order; none for `uniform`.
 
-        Of `recall` it is the one token of key and value, of `recall_pairs` the value behind its key, of `needle` and
-        `copy` the earlier occurrence of the token. Of `tracking` it is the last link alone: what the asked variable was
-        set to, a value or another variable, whose own fact lies earlier in the row.
+        For `recall` it is the one token of key and value, for `recall_pairs` the value behind its key, for `needle` and
+        `copy` the earlier occurrence of the token; for `tracking` the last link alone: what the asked variable was set
+        to, a value or another variable, whose own fact lies earlier in the row.
         """
         places = []
         for r, row in enumerate(row_ids.tolist()):
