@@ -51,7 +51,7 @@ def build(
     if kernels == DENSE:
         for layer in attention_layers(model).values():
             s = layer.strategy
-            layer.strategy = _TorchAttention(s.shape, s.kernels, s.scale, s.branches)
+            layer.strategy = _TorchAttention(s.shape, s.kernels, s.options["scale"], s.branches)
     return model
 
 
