@@ -5,9 +5,7 @@ On a CPU resident memory; on a GPU what PyTorch's allocator has allocated.
 
 import ctypes
 import gc
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from nsa.bench.case import SHAPES, TORCH_DTYPES, BenchCase, BenchTask
 from nsa.bench.implementations import BenchImplementation, all_implementations
 from nsa.bench.machine import pinned
+from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
 
 _WARM_LENGTH = 256
@@ -31,23 +30,23 @@ def measure_memory(
     )
     if reason := implementation.refusal(task):
         return answer | {"absent": reason}
-    arguments = json.dumps([implementation.name, shape, task.length, task.dtype, threads, task.device])
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "nsa.bench.memory", arguments], capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return answer | {"absent": f"not done after {timeout_s:.0f} s"}
-    if done.returncode:
-        last_line = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        return answer | {"absent": last_line[0]}
-    return answer | {"peak_mib": json.loads(done.stdout)}
+        with ChildProcess("it", ["-m", "nsa.bench.memory"]) as child:
+            child.send(
+                name=implementation.name, shape=shape, length=task.length, dtype=task.dtype, threads=threads,
+                device_name=task.device,
+            )  # fmt: skip
+            for message in child.messages(limit_s=timeout_s):
+                answer |= message
+    except ChildFailed as error:
+        answer["absent"] = str(error)
+    return answer
 
 
-def peak_above_inputs_mib(
-    name: str, shape: str, length: int, dtype: str, threads: int, device_name: str = "cpu"
-) -> float:
-    """Call this in a process that has done nothing else."""
+def _measure_peak(
+    send: Callable[..., None], *, name: str, shape: str, length: int, dtype: str, threads: int, device_name: str
+) -> None:
+    """In a process that has done nothing else."""
     implementation = all_implementations()[name]
     task = BenchTask("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
     device = torch.device(device_name)
@@ -62,7 +61,7 @@ def peak_above_inputs_mib(
         results = runner.forward_backward()
         peak = _peak_mib(device)
         del results
-    return peak - before
+    send(peak_mib=peak - before)
 
 
 def _peak_mib(device: torch.device) -> float:
@@ -91,4 +90,4 @@ def _status_mib(field: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(peak_above_inputs_mib(*json.loads(sys.argv[1]))))
+    answer_parent(_measure_peak)

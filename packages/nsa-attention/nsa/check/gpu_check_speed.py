@@ -26,15 +26,15 @@ def checks(sizes: CheckSizes) -> Iterator[GpuCheck]:
         return
     s, device = sizes.speed, sizes.device.type
     yield GpuCheck("speed", "peaks", partial(_peaks, sizes))
-    for dtype in s.dtypes:
-        for length in s.lengths:
-            for backward in s.backward:
-                task = BenchTask("attention", s.shape, length, dtype, backward, device=device)
-                yield GpuCheck("speed", _describe(task), partial(_measure, sizes, task))
-    for dtype in s.dtypes:
-        for length in s.decode_lengths:
-            task = BenchTask("decode", s.shape, length, dtype, device=device)
-            yield GpuCheck("speed", _describe(task), partial(_measure, sizes, task))
+    tasks = [
+        BenchTask("attention", s.shape, length, dtype, backward, device=device)
+        for dtype in s.dtypes
+        for length in s.lengths
+        for backward in s.backward
+    ]
+    tasks += [BenchTask("decode", s.shape, n, dtype, device=device) for dtype in s.dtypes for n in s.decode_lengths]
+    for task in tasks:
+        yield GpuCheck("speed", _describe(task), partial(_measure, sizes, task))
     for length in s.memory_lengths:
         task = BenchTask("attention", s.shape, length, s.dtypes[0], True, device=device)
         yield GpuCheck("speed", f"memory, {_describe(task)}", partial(_memory, sizes, task))
