@@ -127,7 +127,7 @@ class KernelCall:
         return [(_view_of_projection(x) if self.strided else x).requires_grad_() for x in tensors_of_part]
 
     def positions(self, device: torch.device, part: CallPart = _WHOLE) -> list[Tensor]:
-        """Of `layout`: position, start, first block."""
+        """Return the part's `layout`: position, start, first block."""
         return [part.of(x).to(device) for x in self.layout]
 
     def _run(

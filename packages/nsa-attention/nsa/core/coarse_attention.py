@@ -110,8 +110,7 @@ def _select_chunk(
     k_CGK: Tensor, q_cGRK: Tensor, chosen_cGn: Tensor, pos_c: Tensor, first_c: Tensor, weight_mb: Tensor,
     geometry: Geometry, coarse: CoarseLevel, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Of some queries, rows of the batch one after the other. first: index of the document's entry 0 among those of all
-    rows."""
+    """Select for some queries of the batch's concatenated rows. first: the document's entry 0 in those rows."""
     entry_cGnm = chosen_cGn[..., None] * coarse.entries + torch.arange(coarse.entries, device=k_CGK.device)
     last_c111 = _last_visible_entry(pos_c, geometry)[:, None, None, None]
     hidden_cG1nm = ((entry_cGnm < 0) | (entry_cGnm > last_c111))[:, :, None]

@@ -84,8 +84,8 @@ def _compare(
     q_QGRK: Tensor, idx_QGN: Tensor, pos_Q: Tensor, start_Q: Tensor, own_pos_Q: Tensor, k_TGK: Tensor, g: Geometry,
     scale: float, window: int,
 ) -> SelectionCounts:  # fmt: skip
-    """Of queries of one row that cannot take every block: they choose up to `pos`, and a window of so many tokens ends
-    at their own positions."""
+    """Compare chosen blocks with attention mass, for queries of one row that cannot take every block. They choose up to
+    `pos`; a window of so many tokens ends at their own positions."""
     n_groups = q_QGRK.shape[1]
     mass_QGn = block_mass(q_QGRK, pos_Q, start_Q, k_TGK, g.l_sel, scale)
     number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)

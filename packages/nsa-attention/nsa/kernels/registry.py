@@ -202,29 +202,29 @@ def _compressed_then_select(
     return (out, idx, lse) if return_lse else (out, idx)
 
 
-def backend_request(given: RequestedKernels) -> BackendRequest:
+def backend_request(requested: RequestedKernels) -> BackendRequest:
     """One name for all branches, or a name for some of them, as a `BackendRequest` of names that backends have.
 
     Branches without a name take the one of NSA_KERNEL or NSA_KERNEL_<BRANCH>; a `BackendRequest` is returned unchanged.
     """
-    if isinstance(given, BackendRequest):
-        check_names(given)
-        return given
-    if isinstance(given, str):
-        given = BackendRequest(*[given] * len(BRANCHES))
-    elif isinstance(given, Mapping):
-        if unknown := set(given) - set(BRANCHES):
+    if isinstance(requested, BackendRequest):
+        check_names(requested)
+        return requested
+    if isinstance(requested, str):
+        requested = BackendRequest(*[requested] * len(BRANCHES))
+    elif isinstance(requested, Mapping):
+        if unknown := set(requested) - set(BRANCHES):
             raise KernelUnavailable(
                 f"kernels names {', '.join(map(repr, unknown))}, which is not a branch. Use: {', '.join(BRANCHES)}."
             )
-        given = BackendRequest(**given)
+        requested = BackendRequest(**requested)
     else:
         raise KernelUnavailable(
-            f"kernels is {given!r}: it must be a backend's name, a mapping of branches to names, or a "
+            f"kernels is {requested!r}: it must be a backend's name, a mapping of branches to names, or a "
             f"BackendRequest. Pass e.g. kernels='portable'."
         )
-    check_names(given)
-    named = zip(given, _from_environment(), strict=True)
+    check_names(requested)
+    named = zip(requested, _from_environment(), strict=True)
     return BackendRequest(*(requested if name == "auto" else name for name, requested in named))
 
 

@@ -56,13 +56,13 @@ class StreamTokensBuilder(AttentionMetadataBuilder[StreamTokens]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StreamTokens:
-        given = common_attn_metadata
-        n = given.num_reqs
+        batch = common_attn_metadata
+        n = batch.num_reqs
         return StreamTokens(
-            given.query_start_loc_cpu[: n + 1],
-            given.seq_lens_cpu_upper_bound[:n],
-            given.block_table_tensor[:n],
-            given.slot_mapping[: int(given.query_start_loc_cpu[n])],
+            batch.query_start_loc_cpu[: n + 1],
+            batch.seq_lens_cpu_upper_bound[:n],
+            batch.block_table_tensor[:n],
+            batch.slot_mapping[: int(batch.query_start_loc_cpu[n])],
         )
 
 

@@ -95,6 +95,7 @@ def _print_configs() -> None:
 
 
 def demo(
+    context: typer.Context,
     folder: Path = typer.Argument(Path("nsa-demo"), metavar="FOLDER", help="Folder for everything the demo writes."),
     minutes: float = typer.Option(5.0, min=0.1, help="About how long the demo takes on two idle cores."),
     steps: int = typer.Option(None, min=1, help="Training steps, instead of --minutes."),
@@ -126,15 +127,15 @@ def demo(
         outputs = {"tokenizer": folder / TOKENIZER_FILE, "prepare": folder / DATA_FOLDER / MANIFEST_NAME}
         for words in map(shlex.split, starter.commands):
             if words[1] == "data" and not outputs[words[2]].exists():
-                _run_command(words[1:])
+                _run_command(context, words[1:])
         saved = CheckpointFolder(run / CHECKPOINTS).steps()
         if not saved or saved[-1] < steps:
             every = max(1, steps // 3)
             changes = [f"train.steps={steps}", f"train.save_every={every}", f"train.eval_every={every}"]
             _train([str(config), *changes], run / CHECKPOINTS, resume=bool(saved))
         sampling = ["--temperature", str(_TEMPERATURE), "--seed", str(_SEED), "-n", str(_LAST_TOKENS)]
-        _run_command(["generate", str(run), "--prompt", _PROMPT, *sampling])
-        _run_command(["report", str(run)])
+        _run_command(context, ["generate", str(run), "--prompt", _PROMPT, *sampling])
+        _run_command(context, ["report", str(run)])
         _draw_selection(run, text, folder / _PICTURE)
     except (KeyboardInterrupt, typer.Abort):
         _say_how_to_continue()
@@ -147,12 +148,10 @@ def demo(
         print_line(f"  {command}")
 
 
-def _run_command(words: Sequence[str]) -> None:
+def _run_command(context: typer.Context, words: Sequence[str]) -> None:
     """Print an `nsa` command and run it; a command that stops early ends the demo with its exit code."""
-    from nsa_train.cli.main import app
-
     print_line(f"$ nsa {shlex.join(words)}")
-    _require_done(typer.main.get_command(app).main(args=list(words), prog_name="nsa", standalone_mode=False))
+    _require_done(context.find_root().command.main(args=list(words), prog_name="nsa", standalone_mode=False))
 
 
 def _train(words: Sequence[str], checkpoints: Path, *, resume: bool) -> None:

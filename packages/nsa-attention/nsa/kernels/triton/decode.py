@@ -137,7 +137,7 @@ def decode_score_kernel(
     lo, hi = complete_blocks(pos, first, n_keys, L, D)
     own = own_block(pos, L_SEL)
     piece = tl.arange(0, PARTS)
-    found = tl.full([KEEP], -1, tl.int64)
+    ranking = tl.full([KEEP], -1, tl.int64)
     begin, end = share(0, own + 1, stretch, STRETCHES, BLOCK_J)
     for j0 in tl.range(begin, end, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
@@ -159,8 +159,8 @@ def decode_score_kernel(
                 s = tl.load(scores + s_at, mask=(head < R)[:, None] & seen[None, :], other=float("-inf"))
                 mass += tl.sum(tl.exp2(s - level[:, None]), 0) * shared_strides(m, L // D, L_SEL // D)
         key = tl.topk(ranked(mass, j, own), KEEP)
-        found = tl.topk(tl.reshape(tl.join(found, key), [2 * KEEP]), KEEP)
-    tl.store(best + (bg * STRETCHES + stretch) * KEEP + tl.arange(0, KEEP), found)
+        ranking = tl.topk(tl.reshape(tl.join(ranking, key), [2 * KEEP]), KEEP)
+    tl.store(best + (bg * STRETCHES + stretch) * KEEP + tl.arange(0, KEEP), ranking)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -183,9 +183,9 @@ def decode_raw_kernel(
 
     # No loop here: the compiler pipelines no loop over keys whose bounds come out of another loop.
     key = tl.load(best + bg * STRETCHES * KEEP + tl.arange(0, STRETCHES * KEEP))
-    found = tl.topk(key, KEEP)
+    ranking = tl.topk(key, KEEP)
     rank = tl.arange(0, KEEP)
-    block = ascending(found, rank < N_SEL)
+    block = ascending(ranking, rank < N_SEL)
     tl.store(idx + bg * N_SEL + rank, block, mask=(rank < N_SEL) & (program + tl.program_id(2) == 0))
     page = tl.sum(tl.where(rank == program, block, 0))
 

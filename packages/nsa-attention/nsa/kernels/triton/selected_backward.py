@@ -147,8 +147,8 @@ def selected_backward_kernel(
             )  # fmt: skip
 
     part_at = tl.program_id(0).to(tl.int64) * L + step
-    kept = (step < L) & needed
-    store_gradients(dk_part, dv_part, part_at, kept, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)
+    inside = (step < L) & needed
+    store_gradients(dk_part, dv_part, part_at, inside, dk1, dk2, dv1, dv2, K, K1, K2, V, V1, V2)
 
 
 @triton.jit(do_not_specialize=VARYING)
