@@ -15,7 +15,7 @@ _SCHEMA = 1
 _RESULTS = Path("bench/results")
 INCOMPLETE_RESULTS = Path("artifacts/gpu_check")
 _COLUMNS = ("verdict", "subject", "claim", "measured", "at most", "seconds", "note")
-_REHEARSAL = "_REHEARSAL"
+_REHEARSAL = "REHEARSAL"
 
 
 @dataclass(frozen=True)
