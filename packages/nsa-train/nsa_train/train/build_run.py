@@ -25,7 +25,7 @@ from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_hook import BadStepCallback, RollbackTrainer, make_bad_step_policy
+from nsa_train.train.engine.bad_step_callback import BadStepCallback, RollbackTrainer, make_bad_step_policy
 from nsa_train.train.engine.build import build_train_module, build_trainer
 from nsa_train.train.engine.checkpoint_callback import make_checkpoint_callback
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer

@@ -2,7 +2,7 @@
 
 Each service has a queue and a thread: its client may block for minutes, which must never block training. Records that a
 slow or unavailable service misses are dropped; the run folder has all of them. The engine's W&B callback is called in
-the training loop, with metrics of a pipeline that is off (see `bad_step_hook`).
+the training loop, with metrics of a pipeline that is off (see `bad_step_callback`).
 """
 
 import json
@@ -178,7 +178,7 @@ class _MLflow:
         self._client.set_terminated(self._run_id)
 
 
-class _WeightsAndBiases:
+class _WandbRun:
     name = "Weights & Biases (track.wandb_project)"
 
     def __init__(self, config: RunConfig, run_name: str, run_folder: Path, ids: TrackerIds) -> None:
@@ -228,7 +228,7 @@ def start_tracking(
     services: list[_TrackingService] = []
     if track.wandb_project is not None:
         _require("wandb", "track.wandb_project")
-        services.append(_WeightsAndBiases(config, name, run_folder, ids))
+        services.append(_WandbRun(config, name, run_folder, ids))
     if track.mlflow_uri is not None:
         _require("mlflow", "track.mlflow_uri")
         services.append(_MLflow(track.mlflow_uri, track.mlflow_experiment, name, ids))

@@ -64,13 +64,13 @@ def _of_rank(log: RankLog, history: RunHistory, now: float, limits: HealthLimits
         ahead = f"the newest heartbeat is {log.ahead_s:,.0f} s ahead of the local clock"
         yield "clock_skew", f"{ahead}, limit {limits.clock_skew_s:g} s"
     if not log.ended:
-        yield from _silence(log, history, now, limits)
+        yield from _heartbeat_stall(log, history, now, limits)
     if log.progress:
         yield from _memory(log, limits)
         yield from _data(log, limits)
 
 
-def _silence(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
+def _heartbeat_stall(log: RankLog, history: RunHistory, now: float, limits: HealthLimits) -> Iterator[tuple[str, str]]:
     age, limit = now - log.last_at, stall_limit_s(log, history, limits)
     if log.rank in history.gone:
         if age > limits.gone_s:

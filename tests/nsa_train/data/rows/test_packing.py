@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nsa.errors import ConfigError
-from nsa_train.data.rows.row_stream import PackedRow, make_packer
+from nsa_train.data.rows.packing import PackedRow, make_packer
 from tests.nsa_train.data.shard_sets import EOS, MemoryStream
 
 DTYPE = np.dtype(np.uint16)

@@ -10,7 +10,8 @@ import pytest
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.document import is_held_out
 from nsa_train.data.rows.batch import Batch, EndOfData
-from nsa_train.data.rows.row_stream import DirectRowStream, RowStream, make_packer
+from nsa_train.data.rows.packing import make_packer
+from nsa_train.data.rows.row_stream import DirectRowStream, RowStream
 from nsa_train.data.rows.specs import DirectData
 from tests.nsa_train.data.shard_sets import EOS, MemoryStream, documents
 

@@ -23,7 +23,6 @@ from torch import Tensor
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.portable.chunk import attend, gradients, may_read, row_correction, wide_zeros
 from nsa.kernels.portable.range_attention import KeysByQuery, RangeChunk, range_chunks
-from nsa.kernels.portable.range_attention import select as select
 from nsa.kernels.portable.selected import (
     BlockChunk,
     copied_chunks,
@@ -32,6 +31,7 @@ from nsa.kernels.portable.selected import (
     windows_backward,
     windows_forward,
 )
+from nsa.kernels.portable.selection import select as select
 
 
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:

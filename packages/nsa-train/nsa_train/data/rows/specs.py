@@ -11,8 +11,9 @@ from nsa.errors import ConfigError
 from nsa.options import SyntheticTask
 from nsa_train.data.document_stream import AtEnd, DocumentStream, Split
 from nsa_train.data.rows.batch import rows_of_rank
+from nsa_train.data.rows.packing import Packing, make_packer
 from nsa_train.data.rows.prepared import PreparedRows
-from nsa_train.data.rows.row_stream import DirectRowStream, IndexedRowStream, Packing, RowStream, make_packer
+from nsa_train.data.rows.row_stream import DirectRowStream, IndexedRowStream, RowStream
 from nsa_train.data.rows.synthetic import SyntheticRows
 from nsa_train.data.shards.manifest import TRAIN
 from nsa_train.data.shards.reader import ShardCache, ShardReader

@@ -26,7 +26,7 @@ from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_hook import RollbackTrainer
+from nsa_train.train.engine.bad_step_callback import RollbackTrainer
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
 from nsa_train.train.engine.data_loader import RowLoader
 from nsa_train.train.engine.train_module import StepSkippingTrainModule

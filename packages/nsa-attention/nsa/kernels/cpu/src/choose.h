@@ -149,7 +149,7 @@ bool choose(const Problem& p) {
                    mass + lead + j * block_keys);
       if (size > end) memset(mass + end, 0, (size - end) * sizeof(float));
       block_scores(p, taps.data(), mass + from, n_mine, of_blocks, inner);
-      best_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
+      select_top_blocks(of_blocks, n_mine, p.n_sel, p.idx + (query * p.G + tile.g) * p.n_sel, inner);
     }
   });
   return true;

@@ -170,7 +170,7 @@ class Decode {
         store(mass + lead + c, load(mass + lead + c) + lanes_in(x, 0, n - c, 0.f));
       }
     block_scores(p_, taps, mass, n_blocks, of_blocks, scratch);
-    best_blocks(of_blocks, n_blocks, p_.n_sel, idx, scratch);
+    select_top_blocks(of_blocks, n_blocks, p_.n_sel, idx, scratch);
   }
 
   void attend_chosen(int64_t item, Scratch& scratch) {

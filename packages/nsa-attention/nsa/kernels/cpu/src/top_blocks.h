@@ -62,7 +62,7 @@ inline float score_to_reach(const float* scores, int64_t n, int64_t places, Scra
 
 // n_blocks > n_sel. Block 0 and the two nearest the query (the last two) are in; the others compete. Reads up to W − 1
 // values past the last score.
-inline void best_blocks(const float* scores, int64_t n_blocks, int64_t n_sel, int32_t* idx, Scratch& scratch) {
+inline void select_top_blocks(const float* scores, int64_t n_blocks, int64_t n_sel, int32_t* idx, Scratch& scratch) {
   const int64_t places = n_sel - 3, end = n_blocks - 2;
   float* few = scratch.take<float>(n_blocks + W);
   int32_t* block = scratch.take<int32_t>(n_blocks);
