@@ -13,14 +13,13 @@ from nsa import __version__
 from nsa.errors import ConfigError, NSAError
 from nsa_train.cli import (
     bench,
+    check,
     checkpoint,
     config,
     convert,
-    doctor,
     estimate,
     eval,
     first_run,
-    gpu_check,
     inference,
     launch,
     monitor,
@@ -31,7 +30,6 @@ from nsa_train.cli import (
     watch,
 )
 from nsa_train.cli.data import data_app
-from nsa_train.cli.export import export_app, import_app
 from nsa_train.cli.outputs import PipedStdout, explain, print_error
 from nsa_train.cli.startup import prepare_process
 
@@ -60,11 +58,11 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(data_app, name="data")
-app.add_typer(export_app, name="export")
-app.add_typer(import_app, name="import")
+app.add_typer(convert.export_app, name="export")
+app.add_typer(convert.import_app, name="import")
 app.command()(first_run.demo)
 app.command()(first_run.init)
-app.command()(doctor.doctor)
+app.command()(check.doctor)
 app.command()(train.train)
 app.command()(launch.launch)
 app.command()(convert.convert)
@@ -84,7 +82,7 @@ app.command()(monitor.monitor)
 app.command()(report.report)
 app.command()(report.compare)
 app.command("eval", context_settings=eval.HARNESS_CONTEXT)(eval.evaluate)
-app.command()(gpu_check.gpu_check)
+app.command()(check.gpu_check)
 
 
 def _print_version(requested: bool) -> None:
