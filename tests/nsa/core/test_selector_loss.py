@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from nsa.core import block_divergence as module_under_test
+from nsa.core import selector_loss_of_blocks as module_under_test
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.selector_loss import attach_loss, sampled_queries, set_sampling_step
@@ -149,7 +149,7 @@ def test_equal_masses_cost_nothing_and_short_rows_have_no_loss():
 @pytest.mark.parametrize("off", ["weight", "eval", "no_grad", "cache", "padding"])
 def test_no_loss_where_nothing_is_trained(off, monkeypatch):
     layer = layer_of(selector_loss=0.0 if off == "weight" else 1.0)
-    monkeypatch.setattr("nsa.core.layer_kinds.selector_divergence", lambda *a, **b: pytest.fail("computed"))
+    monkeypatch.setattr("nsa.core.layer_kinds.selector_loss_of_queries", lambda *a, **b: pytest.fail("computed"))
     x = torch.randn(1, 60, layer.dim, dtype=torch.float64)
     if off == "eval":
         layer.eval()

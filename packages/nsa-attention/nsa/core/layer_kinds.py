@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.core.attention_config import AttentionConfig, SelectorBlocks
-from nsa.core.block_divergence import selector_divergence
 from nsa.core.branches import (
     ATTENTION_PARTS,
     BRANCH_ORDER,
@@ -29,6 +28,7 @@ from nsa.core.coarse_attention import attend_coarse
 from nsa.core.kv_cache import Compress, LayerCache
 from nsa.core.positions import QuerySample
 from nsa.core.probe import Probe
+from nsa.core.selector_loss_of_blocks import selector_loss_of_queries
 from nsa.geometry import CoarseLevel, Geometry
 from nsa.kernels.interface import KernelShape, TokenDecoder, constant_when_traced
 from nsa.kernels.reference import ScoreOptions
@@ -151,7 +151,7 @@ class AttentionStrategy(ABC):
         """Return the selector loss of a layer that selects, and its plain mean over queries. k_BCGK: the compressed
         keys, which alone have a gradient."""
         chosen = output if self.loss_blocks == "chosen" else None
-        return selector_divergence(sample, q_BSGRK, k_BCGK, keys, chosen, **self.options)
+        return selector_loss_of_queries(sample, q_BSGRK, k_BCGK, keys, chosen, **self.options)
 
     def record(
         self, probe: Probe, gates: Tensor | None, gate_kind: str, blocks: Tensor | None, keys: AttendedKeys

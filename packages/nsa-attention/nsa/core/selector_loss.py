@@ -1,7 +1,7 @@
 """Sampling, labels and gradient of the selector loss: an auxiliary loss that trains block selection on attention mass.
 
 For a sample of the queries, the KL divergence from the attention mass per block to the block scores by which blocks are
-chosen (`nsa.core.block_divergence`).
+chosen (`nsa.core.selector_loss_of_blocks`).
 
 The loss is averaged over labels, as the cross-entropy is: divergences are summed, each sampled query standing for as
 many tokens, and divided by the labels of the optimizer step. Queries that have fewer than two blocks to compare add
@@ -18,9 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from nsa.core.block_divergence import SelectorLossFunction
 from nsa.core.positions import Positions, QuerySample
 from nsa.core.probe import attention_layers
+from nsa.core.selector_loss_of_blocks import SelectorLossFunction
 from nsa.kernels.custom_operator import custom_operator, value_of
 from nsa.kernels.interface import constant_when_traced
 

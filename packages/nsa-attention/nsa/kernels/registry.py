@@ -256,10 +256,10 @@ def _choose_all(
     """Takes plain values: named tuples that are made while tracing arrive empty."""
     shape = KernelShape(n_kv_groups, heads_per_group, d_k, d_v, Geometry(*block_sizes))
     request = BackendRequest(compressed, select, selected, sliding)
-    return tuple(_choose_backend(branch, name, device, dtype, shape) for branch, name in request._asdict().items())
+    return tuple(_select_backend(branch, name, device, dtype, shape) for branch, name in request._asdict().items())
 
 
-def _choose_backend(
+def _select_backend(
     branch: str, name: str, device: torch.device, dtype: torch.dtype, shape: KernelShape
 ) -> BackendChoice:
     if name != "auto":

@@ -16,7 +16,7 @@ from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig
 from nsa_train.train.engine.transformer import transformer_config
-from nsa_train.train.parallel.context_exchange import ContextGroup, RowSplit
+from nsa_train.train.parallel.context_parallel import ContextGroup, RowSplit
 from tests.attention_options import FAMILIES, OPTIONS, PHIS
 from tests.initial_weights import RAISED, require_raised
 

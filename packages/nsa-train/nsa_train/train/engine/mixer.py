@@ -26,7 +26,7 @@ from nsa.kernels.registry import BackendRequest
 from nsa.options import AttentionKind, RopeLayer
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import wanted_kernels
-from nsa_train.train.parallel.context_exchange import ContextGroup, context_group
+from nsa_train.train.parallel.context_parallel import ContextGroup, context_group
 from nsa_train.train.parallel.tensor_parallel import shard_by_group
 
 _SEEDS = 2**62

@@ -20,7 +20,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import DocumentLayout, Positions, packed_layout, plain_layout
 from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
-from nsa_train.train.parallel.context_exchange import ContextGroup, RowExchange, RowSplit
+from nsa_train.train.parallel.context_parallel import ContextGroup, RowExchange, RowSplit
 
 
 def own_tokens(split: RowSplit, x_BT: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 // known; then every probability is computed once. Equal keys get equal probabilities to the last bit, so ties stay ties.
 #pragma once
 #include "forward.h"
-#include "top_blocks.h"
+#include "select_blocks.h"
 
 namespace nsa {
 namespace NSA_NAMESPACE {

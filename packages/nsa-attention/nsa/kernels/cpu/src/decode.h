@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "decode_piece.h"
-#include "top_blocks.h"
+#include "select_blocks.h"
 
 namespace nsa {
 namespace NSA_NAMESPACE {

@@ -37,7 +37,7 @@ class SelectorLossFunction(ReverseModeFunction):
     instead = "Train without it (selector_loss=0), or call eval() first."
 
 
-def selector_divergence(
+def selector_loss_of_queries(
     sample: QuerySample, q_BSGRK: Tensor, k_BCGK: Tensor, keys: AttendedKeys, output: BranchesOutput | None,
     *, geometry: Geometry, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -58,7 +58,7 @@ def selector_divergence(
     return loss, mean
 
 
-@custom_operator("nsa::selector_divergence", mutates_args=())
+@custom_operator("nsa::selector_loss", mutates_args=())
 def _divergence(
     k_cmp: Tensor, k_sel: Tensor, weight: Tensor, q: Tensor, pos: Tensor, far: Tensor, start: Tensor, first: Tensor,
     blocks: Tensor | None, lse_cmp: Tensor | None, lse_sel: Tensor | None, sizes: list[int], scale: float,
