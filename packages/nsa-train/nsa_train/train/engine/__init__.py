@@ -16,18 +16,22 @@ with the code):
 - `parallel._WORLD_MESH`: the engine makes one mesh per process; a simulation builds several models in one.
 
 `engine_log` and `environment` also undo what the engine does to the process: log messages, handlers, default device.
+`deferred_imports`, `optimizer` and `environment._stream_patch` keep modules out of a rank that it never uses, torch's
+compiler first: without them a rank takes 1.5 s of CPU time longer to start (tests/test_import_cost.py).
 """
 
 import os
 
 from nsa.files import temporary_cache_folder
 from nsa_train.train.engine import engine_log  # before the engine: it filters what the engine logs while it is imported
+from nsa_train.train.engine.deferred_imports import deferred_imports
 
 # The engine makes this folder when it is imported. Its default has one name for all users of a machine, and only the
 # first of them can write there.
 os.environ.setdefault("OLMO_TRITON_CACHE_BASE", str(temporary_cache_folder("engine-triton")))
 
-from olmo_core.aliases import PathOrStr
-from olmo_core.train.callbacks import Callback
+with deferred_imports():
+    from olmo_core.aliases import PathOrStr
+    from olmo_core.train.callbacks import Callback
 
 __all__ = ["Callback", "PathOrStr", "engine_log"]

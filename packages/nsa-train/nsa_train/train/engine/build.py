@@ -6,7 +6,7 @@ import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Duration, LoadStrategy
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
@@ -29,6 +29,7 @@ from nsa_train.train.engine import Callback
 from nsa_train.train.engine.bad_step_callback import RollbackTrainer
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
 from nsa_train.train.engine.data_loader import RowLoader
+from nsa_train.train.engine.optimizer import EagerAdamWConfig
 from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from nsa_train.train.engine.transformer import build_transformer
 
@@ -82,7 +83,7 @@ def build_train_module(
         model.compile_blocks()
     return StepSkippingTrainModule(
         model=model,
-        optim=AdamWConfig(
+        optim=EagerAdamWConfig(
             lr=train.lr,
             betas=BETAS,
             weight_decay=train.weight_decay,

@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from olmo_core import utils as engine_utils
 from olmo_core.distributed.utils import broadcast_object
 from olmo_core.train import prepare_training_environment, teardown_training_environment
 
 from nsa.errors import NSAError
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.distributed import RankInfo
+from nsa_train.train.engine.build import compiles
 from nsa_train.train.engine.engine_log import logging_restored, quiet_engine_log, without_announcements
 from nsa_train.train.signal_handlers import enable_flight_recorder
 
@@ -24,7 +26,7 @@ def training_environment(config: RunConfig, ranks: RankInfo, device: torch.devic
     # Before the engine configures logging: it would put its handler on everything.
     with logging_restored(), quiet_engine_log():
         enable_flight_recorder()
-        with without_announcements():
+        with without_announcements(), _stream_patch(compiles(config, device)):
             prepare_training_environment(
                 seed=config.train.seed,
                 backend=backend if ranks.distributed else None,
@@ -39,6 +41,19 @@ def training_environment(config: RunConfig, ranks: RankInfo, device: torch.devic
             yield
         finally:
             teardown_training_environment()
+
+
+@contextmanager
+def _stream_patch(wanted: bool) -> Iterator[None]:
+    """Let the engine mend operators of compiled graphs only where something is compiled: it imports torch's compiler
+    for it."""
+    engines = engine_utils.patch_torch_stream_custom_ops
+    if not wanted:
+        engine_utils.patch_torch_stream_custom_ops = lambda: None
+    try:
+        yield
+    finally:
+        engine_utils.patch_torch_stream_custom_ops = engines
 
 
 def on_first_rank(ranks: RankInfo, act: Callable[[], Any]) -> Any:
