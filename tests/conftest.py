@@ -27,7 +27,7 @@ LONGEST = (
     "tests/proofs/drill/test_drill.py",
     "tests/nsa_train/planning/test_activations.py",
     "tests/nsa_train/train/engine/test_contract.py",
-    "tests/nsa_train/train/engine/test_bad_step_hook.py",
+    "tests/nsa_train/train/engine/test_bad_step_callback.py",
     "tests/fuzz/test_commands.py",
     "tests/test_memory_and_time_bombs.py",
     "tests/nsa_train/train/launch/test_launcher.py",

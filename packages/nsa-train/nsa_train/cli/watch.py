@@ -46,13 +46,13 @@ def watch(
     from nsa_train.watch.status import RunPhase
     from nsa_train.watch.watchdog import Watchdog
 
-    folder = _folder(run, directory)
-    watchdog = Watchdog(folder, halt=bool(halt), limits=changed_limits(limit or []), emit=_emit)
+    folder, limits = _folder(run, directory), changed_limits(limit or [])
+    watchdog = Watchdog(folder, halt=bool(halt), limits=limits, emit=_emit)
     try:
         if once:
             watchdog.begin()
             watchdog.check()
-            raise typer.Exit(_status(folder, changed_limits(limit or [])).exit_code)
+            raise typer.Exit(_status(folder, limits).exit_code)
         ended = watchdog.run(interval_s=interval)
     finally:
         watchdog.close()
