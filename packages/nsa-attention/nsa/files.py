@@ -1,4 +1,5 @@
-"""Atomic file writes, fsync, advisory locks (flock), cache and scratch folders, messages for full or read-only disks.
+"""Atomic file writes, fsync, advisory locks (flock), cache and scratch folders, messages for full or read-only disks;
+git commit of the code.
 
 An atomic write goes to a temporary file in the same folder, which then replaces the target by one rename: readers see
 the old content or the new one, never a part. `durable` adds fsync of the file and of its folder, so that the new
@@ -13,6 +14,7 @@ import os
 import select
 import shutil
 import stat
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
@@ -26,6 +28,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of an `OSError` for a full file system, quota or file-size limit."""
 SHARED_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 1 << 16
+_GIT_TIMEOUT_S = 10.0
 
 
 # Atomic writes.
@@ -271,6 +274,24 @@ def hash_of_files(files: Iterable[Path], folder: Path) -> str:
     for file in sorted(files):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:20]
+
+
+def git_commit(file: Path) -> tuple[str, bool] | None:
+    """The commit of the checkout that this file belongs to, and whether any file differs from it.
+
+    None without git, and where git does not track the file: a package may be installed inside another checkout.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(file.parent), *words]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S)
+        return run.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):  # git is missing, or refuses another user's checkout
+        return None
 
 
 def readable(file: int | IO[Any], timeout_s: float) -> bool:

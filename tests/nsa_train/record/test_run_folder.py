@@ -2,12 +2,14 @@
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from nsa.files import git_commit
 from nsa_train.config.schema import RunConfig
 from nsa_train.names import ENV
-from nsa_train.record.run_folder import RunFolder, code_version
+from nsa_train.record.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -25,21 +27,24 @@ def checkout(tmp_path, monkeypatch):
 
 def test_a_checkout_is_named_by_its_commit_and_whether_it_was_modified(checkout):
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True).stdout.strip()
-    assert code_version(checkout) == {"commit": commit, "modified": False}
+    assert git_commit(checkout / "code.py") == (commit, False)
     (checkout / "code.py").write_text("x = 2\n")
-    assert code_version(checkout) == {"commit": commit, "modified": True}
+    assert git_commit(checkout / "code.py") == (commit, True)
 
 
 def test_no_commit_is_named_where_there_is_no_checkout_or_no_git(checkout, tmp_path, monkeypatch):
-    inside = checkout / "site-packages"
-    inside.mkdir()
-    assert code_version(inside) == {}, "not the checkout that a package happens to be installed in"
+    inside = checkout / "site-packages" / "module.py"
+    inside.parent.mkdir()
+    inside.touch()
+    assert git_commit(inside) is None, "not the checkout that a package happens to be installed in"
+    assert git_commit(tmp_path / "outside.py") is None
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert code_version(checkout) == {}
+    assert git_commit(checkout / "code.py") is None
 
 
 def test_env_json_has_it(tmp_path):
     RunFolder(tmp_path).write_env(RunConfig())
     env = json.loads((tmp_path / ENV).read_text())
     assert env["nsa"]
-    assert env["code"] == code_version()
+    commit = git_commit(Path(__file__))
+    assert env["code"] == ({"commit": commit[0], "modified": commit[1]} if commit else {})

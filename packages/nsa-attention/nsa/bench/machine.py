@@ -7,7 +7,6 @@ round, whose two sides ran next to each other.
 
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,6 +20,7 @@ import torch
 
 from nsa import __version__
 from nsa.errors import ConfigError
+from nsa.files import git_commit
 from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 
 # The instruction sets that decide how fast attention can be.
@@ -33,7 +33,7 @@ _LONGEST_PAUSE_S = 30.0
 
 
 def describe_machine() -> dict[str, Any]:
-    commit, dirty = _commit()
+    commit, modified = git_commit(Path(__file__)) or (None, None)
     cpuinfo = _cpuinfo()
     flags = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
     return {
@@ -48,7 +48,7 @@ def describe_machine() -> dict[str, Any]:
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "nsa": __version__,
         "commit": commit,
-        "uncommitted_changes": dirty,
+        "uncommitted_changes": modified,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -113,24 +113,6 @@ def _schedule_threads(policy: int, priority: int) -> None:
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
-
-
-def _commit() -> tuple[str | None, bool | None]:
-    """The commit this package stands at, and whether files differ from it; (None, None) outside a checkout."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, timeout=10)
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # An installed package may lie inside some other project's checkout: then git does not know this file.
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None, None
-    status = git("status", "--porcelain", "--untracked-files=no")
-    return git("rev-parse", "HEAD"), None if status is None else bool(status)
 
 
 def _cpuinfo() -> dict[str, str]:

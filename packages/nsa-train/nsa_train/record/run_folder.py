@@ -5,22 +5,19 @@ import os
 import platform
 import socket
 import stat
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from nsa import __version__
-from nsa.files import write_atomic
+from nsa.files import git_commit, write_atomic
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.record import halt_file, heartbeat_record
 from nsa_train.record.heartbeat_record import last_beat
 
 _REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "numpy", "pyarrow", "datasets", "tokenizers", "pydantic")
-
-_GIT_TIMEOUT_S = 10.0
 
 
 class RunFolder:
@@ -49,9 +46,10 @@ class RunFolder:
 
     def write_env(self, config: RunConfig, **facts: Any) -> None:
         """Write env.json: versions, hardware, the resolved config and the origin of each value."""
+        commit = git_commit(Path(__file__))
         content = {
             "nsa": __version__,
-            "code": code_version(),
+            "code": {} if commit is None else {"commit": commit[0], "modified": commit[1]},
             "python": sys.version.split()[0],
             "packages": {name: number for name in _REPORTED_PACKAGES if (number := _version(name))},
             "host": socket.gethostname(),
@@ -63,22 +61,6 @@ class RunFolder:
             "notices": list(config.notices),
         }
         write_atomic(self.path / names.ENV, json.dumps(content, indent=2) + "\n")
-
-
-def code_version(root: Path = Path(__file__).parents[4]) -> dict[str, Any]:
-    """Git commit of this package and whether files are modified; empty outside a git checkout."""
-    if not (root / ".git").exists():  # an installed package may lie inside another project's checkout
-        return {}
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        return {"commit": commit, "modified": bool(_git(root, "status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):  # git is missing, or refuses another user's checkout
-        return {}
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-C", str(root), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_TIMEOUT_S).stdout.strip()
 
 
 def _version(package: str) -> str | None:
