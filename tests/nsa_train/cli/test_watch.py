@@ -17,6 +17,7 @@ from nsa_train.record.halt_file import read
 from nsa_train.record.metric_writers import TRAINING_COLUMNS, CsvFile
 from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import CONDITIONS
+from nsa_train.watch.run_reader import RunReader
 from tests.nsa_train.record.beats import a_beat, a_run
 from tests.nsa_train.watch.recorded import UNWELL, Recording, finished, noisy, record
 
@@ -138,6 +139,13 @@ def test_watch_ends_when_the_run_has(tmp_path):
     halted.mkdir()
     write(halted, record([*beats, a_beat(names.HALTED, 20, beats[-1].ts)]))
     assert nsa("watch", halted)[0] == 11
+
+
+def test_watch_once_reads_the_run_folder_once(tmp_path, monkeypatch):
+    update, reads = RunReader.update, []
+    monkeypatch.setattr(RunReader, "update", lambda reader: reads.append(reader) or update(reader))
+    assert nsa("watch", write(tmp_path, noisy()), "--once")[0] == 0
+    assert len(reads) == 1
 
 
 def test_halt_asks_once_and_says_who_did(tmp_path):

@@ -18,7 +18,6 @@ from nsa_train.cli.outputs import print_error, print_line, require_writable_file
 from nsa_train.terminal_text import duration, printable
 
 if TYPE_CHECKING:
-    from nsa_train.watch.conditions import HealthLimits
     from nsa_train.watch.status import RunStatus
 
 _RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
@@ -51,8 +50,7 @@ def watch(
     try:
         if once:
             watchdog.begin()
-            watchdog.check()
-            raise typer.Exit(_status(folder, limits).exit_code)
+            raise typer.Exit(watchdog.check().exit_code)
         ended = watchdog.run(interval_s=interval)
     finally:
         watchdog.close()
@@ -80,8 +78,13 @@ def status(
         _print_pids(folder)
         return
     from nsa_train.watch.conditions import changed_limits
+    from nsa_train.watch.health import examine
+    from nsa_train.watch.run_reader import RunReader
+    from nsa_train.watch.status import status_of
 
-    state = _status(folder, changed_limits(limit or []))
+    with closing(RunReader(folder)) as reader:
+        findings = examine(reader.update(), now=reader.now.steady, limits=changed_limits(limit or []))
+        state = status_of(reader, findings)
     if as_json:
         print(json.dumps(state.as_dict(), default=str))
     else:
@@ -219,17 +222,6 @@ def _wait_for_end(folder: Path, timeout_s: float) -> None:
             print_line(f"not halted within {timeout_s:g} s; the run may hang: see nsa status {folder}")
             raise typer.Exit(1)
         time.sleep(0.2)
-
-
-def _status(folder: Path, limits: "HealthLimits") -> "RunStatus":
-    from nsa_train.watch.health import examine
-    from nsa_train.watch.run_reader import RunReader
-    from nsa_train.watch.status import status_of
-
-    with closing(RunReader(folder)) as reader:
-        history = reader.update()
-        findings = examine(history, now=reader.now.steady, limits=limits)
-        return status_of(folder, history, findings, now=reader.now.steady, wall=reader.now.wall)
 
 
 def _print_pids(folder: Path) -> None:

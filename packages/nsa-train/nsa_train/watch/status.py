@@ -11,6 +11,7 @@ from nsa_train import names
 from nsa_train.record import halt_file
 from nsa_train.watch.conditions import AlertLevel, HealthFinding
 from nsa_train.watch.history import RunHistory
+from nsa_train.watch.run_reader import RunReader
 from nsa_train.watch.trends import smoothed_last
 
 
@@ -97,10 +98,9 @@ class RunStatus:
         return values
 
 
-def status_of(
-    folder: Path, history: RunHistory, findings: Sequence[HealthFinding], *, now: float, wall: float
-) -> RunStatus:
-    """Summarize a run; `now` is on the monotonic clock of the history, `wall` the time of day."""
+def status_of(reader: RunReader, findings: Sequence[HealthFinding]) -> RunStatus:
+    """Summarize a run as it was at the reader's last update."""
+    folder, history, now = reader.folder, reader.history, reader.now
     present, first = history.present, history.first
     last = first.progress[-1] if first is not None and first.progress else None
     loss, loss_records = smoothed_last([value for _, value in first.losses] if first is not None else [])
@@ -115,12 +115,12 @@ def status_of(
         loss_records=loss_records,
         toks_per_s=last.toks_per_s if last is not None else None,
         left_s=(steps - history.step) * step_s if steps is not None and step_s else None,
-        beat_age_s=max((now - log.last_at for log in present.values()), default=None),
+        beat_age_s=max((now.steady - log.last_at for log in present.values()), default=None),
         ranks=len(present),
         world=history.facts.world,
         checkpoint=checkpoint,
         checkpoint_step=int(checkpoint.removeprefix("step")) if checkpoint is not None else None,
-        halt=halt.describe(wall) if halt is not None else None,
+        halt=halt.describe(now.wall) if halt is not None else None,
         findings=tuple(findings),
         unreadable={name: count for name, count in history.unreadable.items() if count},
     )

@@ -25,7 +25,16 @@ from nsa_train.watch.hang_diagnosis import diagnose_hang
 from nsa_train.watch.health import examine
 from nsa_train.watch.history import RankLog
 from nsa_train.watch.run_reader import RunReader
-from nsa_train.watch.status import RunPhase, describe_findings, group_findings, phase, ranks_of, where_found
+from nsa_train.watch.status import (
+    RunPhase,
+    RunStatus,
+    describe_findings,
+    group_findings,
+    phase,
+    ranks_of,
+    status_of,
+    where_found,
+)
 
 _BY_AGE = ("heartbeat_stall", "throughput_zero", "process_gone")
 _GATES = ("gate_entropy_critical", "gate_collapse_critical", "gate_entropy_low", "gate_collapse_high", "gate_max_high")
@@ -68,8 +77,8 @@ class Watchdog:
             age = duration(now - since)
             self.log(f"{names.ANOMALY} exists already: {name}, {age} old, from an earlier watchdog")
 
-    def check(self) -> list[HealthFinding]:
-        """Check the run once; returns the current findings."""
+    def check(self) -> RunStatus:
+        """Read what the run has written since the last check, act on it, and return the status."""
         history = self._reader.update()
         findings = examine(history, now=self._reader.now.steady, limits=self.limits)
         now_phase = phase(history, findings)
@@ -93,7 +102,7 @@ class Watchdog:
             self._act(due)
         if now_phase == RunPhase.RUNNING and not critical:
             self._cause = None  # what ends this process now is not a consequence of an earlier finding
-        return findings
+        return status_of(self._reader, findings)
 
     def run(self, *, interval_s: float, pause: Callable[[float], None] = time.sleep) -> RunPhase:
         """Check until the run is finished or halted; a run that failed, stopped or is gone may be restarted."""
