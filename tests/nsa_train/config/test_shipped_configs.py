@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nsa.errors import ConfigError
 from nsa_train.config import load
 from nsa_train.config.schema import settings
 
@@ -45,6 +46,34 @@ def test_no_two_configs_share_a_run_folder():
     folders = [load(file).train.out_dir for file in RUNS]
     assert len(set(folders)) == len(folders)
     assert all(folder.startswith("artifacts/") for folder in folders)
+
+
+@pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)
+def test_a_name_is_enough_in_any_folder(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = load(file).model_dump()
+    assert all(load(name).model_dump() == expected for name in (file.stem, file.name, f"configs/{file.name}"))
+
+
+@pytest.mark.parametrize("name", ["train_50k", "configs/train_50k.yaml"])
+def test_a_file_of_the_user_comes_before_the_shipped_one(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path(name).write_text("train:\n  steps: 7\n")
+    assert load(name).train.steps == 7
+
+
+def test_a_run_folder_of_the_same_name_is_no_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train_50k").mkdir()
+    assert load("train_50k").train.steps == 50_000
+
+
+@pytest.mark.parametrize(("name", "answer"), [("base_125_8k", "base_125m_8k"), ("zebra", "nsa init --list")])
+def test_an_unknown_name_is_refused_with_the_nearest_one(name, answer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=answer):
+        load(name)
 
 
 @pytest.mark.parametrize("file", RUNS, ids=lambda file: file.stem)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Print and check the settings of a run.", no_args_is_help=True)
 
-_ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.lr=1e-4."
+_ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.lr=1e-4."
 
 
 @app.command()
@@ -27,7 +27,7 @@ def show(
 
     Later layers override earlier ones: default, hardware profile, file, environment, command line.
 
-    **Example:** `nsa config show configs/train_50k.yaml train.lr=1e-4 --changed`
+    **Example:** `nsa config show train_50k train.lr=1e-4 --changed`
     """
     from nsa_train.config.schema import settings
 
@@ -54,7 +54,7 @@ def check(
 
     Every problem of every file is listed with its line number.
 
-    **Example:** `nsa config check configs/*.yaml`
+    **Example:** `nsa config check my-run/config.yaml`
     """
     from nsa_train.config import env, load
 

@@ -12,7 +12,7 @@ from nsa_train.cli.outputs import print_json, table_console
 if TYPE_CHECKING:
     from nsa_train.planning.estimate import RunEstimate
 
-ARGUMENTS_HELP = "Config file (default: $CONFIG), then settings to override, e.g. train.seq_len=8192."
+ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.seq_len=8192."
 TARGET_HELP = "Hardware as NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
 EFFICIENCY_HELP = "Model FLOPs utilization (MFU), e.g. 0.3 (default: assumed)."
 PRICE_HELP = "USD per GPU-hour (default: assumed)."
@@ -33,8 +33,8 @@ def estimate(
     with them, for the backend that will run and for the others; `--efficiency` replaces them. If
     `nsa preflight --no-dry-run` refuses the run, this command prints the estimate and exits with 2.
 
-    **Examples:** `nsa estimate configs/train_50k.yaml --target a100-80gb`,
-    `nsa estimate configs/train_50k.yaml train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
+    **Examples:** `nsa estimate train_50k --target a100-80gb`,
+    `nsa estimate train_50k train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
     """
     config = resolve(arguments or [])
 

@@ -83,12 +83,7 @@ def _write_starter(folder: Path, starter: "StarterConfig", *, with_text: bool) -
 def _print_configs() -> None:
     from nsa_train.config.starter_config import shipped_configs
 
-    old = False
     for each in shipped_configs():
-        if each.for_earlier_runs and not old:
-            old = True
-            print_line("")
-            print_line("kept for scripts and earlier runs; start new runs from those above:")
         print_line(each.name)
         print_line(f"  {each.purpose}")
         print_line(f"  hardware: {each.hardware}")

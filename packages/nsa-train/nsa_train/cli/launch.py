@@ -46,7 +46,7 @@ def launch(
     Gives up after 3 cycles without a new checkpoint. Exit codes are those of `nsa train`: 0 done, 10 stopped, 11
     halted, 20 config, … Logs of every rank are in the run folder, under logs/.
 
-    **Example:** `nsa launch --nproc 8 configs/train_50k.yaml parallel.data=fsdp`
+    **Example:** `nsa launch --nproc 8 train_50k parallel.data=fsdp`
     """
     options = StartOptions(
         resume=resume, resume_from=resume_from, init_from=init_from, clear_halt=clear_halt, allow=tuple(allow)

@@ -43,8 +43,8 @@ def plan(
     model as rank 0 of that world size on fake tensors, runs two steps and shows what they allocate, compute and send
     beside the estimate. Exits with 2 if no layout fits.
 
-    **Examples:** `nsa plan configs/base_7b_128k.yaml --gpus h100-80gb:128`,
-    `nsa plan configs/base_7b_1m.yaml --gpus h100-80gb:1024 --execute`
+    **Examples:** `nsa plan base_7b_128k --gpus h100-80gb:128`,
+    `nsa plan base_7b_1m --gpus h100-80gb:1024 --execute`
     """
     config = resolve(arguments or [])
 

@@ -37,8 +37,8 @@ def preflight(
     the step with fake tensors. Rules that could not be checked are listed with the reason. The dry run is a separate
     process with memory and time limits; parts that do not fit on this machine are skipped.
 
-    **Examples:** `nsa preflight configs/train_50k.yaml --target a100-80gb`, and on the training machine
-    `nsa preflight configs/train_50k.yaml --fetch`
+    **Examples:** `nsa preflight train_50k --target a100-80gb`, and on the training machine
+    `nsa preflight train_50k --fetch`
     """
     config = resolve(arguments or [])
 

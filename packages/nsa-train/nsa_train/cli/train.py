@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nsa_train.train.run_outputs import RunReporter
 
 _SEPARATOR = " · "
-_ARGUMENTS_HELP = "The config file (default: the one CONFIG names), then settings to change, e.g. train.lr=1e-4."
+_ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.lr=1e-4."
 
 
 def train(
@@ -46,8 +46,8 @@ def train(
 
     A run that breaks rules of `nsa preflight` is refused with exit code 2, unless `--allow` names them.
 
-    **Examples:** `nsa train configs/cpu_quickstart.yaml`, and on several GPUs
-    `torchrun --nproc_per_node=8 -m nsa_train.cli train configs/train_50k.yaml parallel.data=fsdp --resume`
+    **Examples:** `nsa train cpu_quickstart`, and on several GPUs
+    `torchrun --nproc_per_node=8 -m nsa_train.cli train train_50k parallel.data=fsdp --resume`
     """
     flags = {
         "data.dataset": dataset,

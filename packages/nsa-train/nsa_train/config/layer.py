@@ -222,8 +222,8 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _similar_file(path: Path) -> str:
-    if path.stem in config_names():
-        return f" `nsa init my-run --config {path.stem}` writes a copy of the shipped one."
     siblings = [entry.stem for entry in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    guess = nearest(path.stem, siblings)
-    return f" Did you mean {path.parent / guess}.yaml?" if guess else ""
+    if guess := nearest(path.stem, siblings):
+        return f" Did you mean {path.parent / guess}.yaml?"
+    guess = nearest(path.stem, config_names())
+    return f" Did you mean the shipped config {guess}?" if guess else " `nsa init --list` prints the shipped configs."

@@ -19,7 +19,7 @@ from nsa_train.config import env, rules
 from nsa_train.config.layer import SettingsLayer, SettingText, nearest, read_yaml
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.config.setting_types import choices, kind, plain, unit
-from nsa_train.shipped import CONFIGS
+from nsa_train.shipped import CONFIGS, config_file
 
 _COMMAND_LINE = "command line"
 _MOST_DIGITS = 18
@@ -32,14 +32,15 @@ def load(
 ) -> RunConfig:
     """Resolve a run.
 
-    `file` is the YAML file (default: the one `CONFIG` names in `environ`), `environ` the variables to apply
-    (`nsa_train.config.env.snapshot()` for those of the process) and `overrides` words such as `train.lr=1e-4`.
+    `file` is the YAML file or the name of a shipped config (default: the one that `CONFIG` names in `environ`),
+    `environ` the variables to apply (`nsa_train.config.env.snapshot()` for those of the process) and `overrides` words
+    such as `train.lr=1e-4`.
     """
     environ = environ or {}
     file = file or environ.get(env.CONFIG_FILE)
     if not file:
         raise ConfigError("no config file was given. `nsa init my-run` writes one; name it, or set CONFIG to its path.")
-    path = Path(file)
+    path = config_file(file)
     from_file = read_yaml(path)
     from_environ = env.read(environ)
     from_command_line = _read_overrides(overrides)

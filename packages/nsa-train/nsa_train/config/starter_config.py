@@ -15,7 +15,7 @@ from nsa_train.config.layer import nearest
 from nsa_train.config.load import load
 from nsa_train.config.schema import settings
 from nsa_train.config.setting_types import unit
-from nsa_train.shipped import CONFIGS, CORPUS_IN_CHECKOUT, config_names, config_text
+from nsa_train.shipped import CONFIGS, CORPUS, config_names, config_text
 
 FIRST_CONFIG = "cpu_demo"
 """The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
@@ -42,14 +42,12 @@ class _ShippedConfig(NamedTuple):
     name: str
     purpose: str
     hardware: str
-    for_earlier_runs: bool
-    """Whether it is shipped only because scripts and earlier runs refer to it by name."""
 
 
 def shipped_configs() -> list[_ShippedConfig]:
-    """Every shipped config with what its header says about it; those for new runs first."""
-    configs = [_described(name) for name in config_names()]
-    return sorted(configs, key=lambda each: (each.for_earlier_runs, each.name))
+    """The shipped configs for new runs, with what their headers say about them."""
+    names = [name for name in config_names() if "# Kept as a contract" not in config_text(name)]
+    return [_described(name) for name in names]
 
 
 def _described(name: str) -> _ShippedConfig:
@@ -64,9 +62,7 @@ def _described(name: str) -> _ShippedConfig:
             parts.append(line.lstrip("# "))
         return " ".join(parts)
 
-    return _ShippedConfig(
-        name, entry("Purpose"), entry("Hardware"), any("Kept as a contract" in line for line in header)
-    )
+    return _ShippedConfig(name, entry("Purpose"), entry("Hardware"))
 
 
 def make_starter(name: str, folder: Path) -> StarterConfig:
@@ -113,7 +109,7 @@ def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
     config = load(CONFIGS / f"{name}.yaml")
     moved = {
         f"configs/{name}.yaml": folder / CONFIG_FILE,
-        CORPUS_IN_CHECKOUT: folder / TEXT_FOLDER,
+        CORPUS.stem: folder / TEXT_FOLDER,
         config.train.out_dir: folder / RUN_FOLDER,
     }
     if config.data.path:

@@ -1,16 +1,16 @@
-"""Files that come with the package: the example configs and a small English corpus with its licences.
+"""Files that come with the package, found by name: the example configs and a small English corpus with its licences.
 
 The repository keeps each of them once, where the links in this folder point; a wheel carries the files.
 """
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
 
 CONFIGS = (_FOLDER / "configs").resolve()
 """Folder of the example configs, with the hardware profiles in `profiles/`."""
-CORPUS_IN_CHECKOUT = "packages/nsa-train/nsa_train/shipped/text/debian_docs.parquet"
-"""Path of the corpus as configs and docs name it, relative to a checkout."""
 CORPUS = (_FOLDER / "text" / "debian_docs.parquet").resolve()
 """English documentation, 5 MB of text, in the columns of FineWeb-Edu."""
 CORPUS_LICENCES = (_FOLDER / "text" / "NOTICES.txt").resolve()
@@ -23,3 +23,20 @@ def config_names() -> list[str]:
 
 def config_text(name: str) -> str:
     return (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def config_file(name: str | Path) -> Path:
+    """The config that a command names: a file, or a shipped one as `base_125m_8k` or `configs/base_125m_8k.yaml`."""
+    return Path(name) if os.path.isfile(name) else _shipped(name, CONFIGS.glob("*.yaml"))
+
+
+def text_source(spec: str) -> Path:
+    """The text that a command names: a folder, file or pattern, or the shipped corpus as `debian_docs`."""
+    return Path(spec) if os.path.exists(spec) else _shipped(spec, [CORPUS])
+
+
+def _shipped(name: str | Path, files: Iterable[Path]) -> Path:
+    """The file of this stem, name, or folder and name; else the path as given, for the caller to refuse."""
+    path = Path(name)
+    names = ((file, (Path(file.stem), Path(file.name), Path(file.parent.name, file.name))) for file in files)
+    return next((file for file, known in names if path in known), path)

@@ -313,6 +313,13 @@ def test_the_listing_of_a_dataset_is_kept_between_starts(tmp_path):
         assert len(open_source("owner/set", **options)) == len(first)
 
 
+def test_the_shipped_corpus_has_a_name_that_a_folder_of_the_user_replaces(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_source("debian_docs").fingerprint == open_source(str(shipped.CORPUS)).fingerprint
+    write_corpus(tmp_path / "debian_docs")
+    assert open_source("debian_docs").fingerprint == open_source(str(tmp_path / "debian_docs")).fingerprint
+
+
 def test_fingerprints_and_cache_names_never_change(tmp_path):
     """Saved data cursors, checksum files and listing caches carry them: values computed by an earlier version."""
     fixture = str(shipped.CORPUS)

@@ -33,6 +33,7 @@ from nsa_train.data.source.read_report import (
     ReadReport,
 )
 from nsa_train.data.source.text import DEFAULT_FALLBACK, TextFileSource
+from nsa_train.shipped import text_source
 
 _HTTP = ("http://", "https://")
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def open_source(
     """List and open the files of `spec` in the order that defines the units.
 
     A folder is searched for every kind of file and all of them are used; a pattern may use `**` and selects one.
+    `debian_docs` is the shipped corpus, unless a local file or folder has that name.
     A text, Markdown or HTML file is one document. URLs are parquet files, and
     `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
     listing of a hub dataset between starts; `checksum_dir` the checksum of every unit, see `ChecksummedSource`.
@@ -185,7 +187,7 @@ def list_local(spec: str, *, exclude: Path | None = None) -> _LocalListing:
     In a folder, hidden files and folders, other endings and links to folders are left out, and the folder `exclude`
     (the output of a preparation) is not looked into. A file or pattern that names another ending is refused.
     """
-    path, left_out = Path(spec), ReadReport()
+    path, left_out = text_source(spec), ReadReport()
     root = local_root(spec)
     if path.is_dir():
         paths = list(_walk(path, exclude.resolve() if exclude is not None else None, left_out))
@@ -200,7 +202,7 @@ def list_local(spec: str, *, exclude: Path | None = None) -> _LocalListing:
 
 def local_root(spec: str) -> Path:
     """The folder that the names of a source's files are relative to."""
-    path = Path(spec)
+    path = text_source(spec)
     if path.is_dir():
         return path
     if path.is_file():
