@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import nsa
 from nsa.geometry import Geometry
 from tests.docs.blocks import blocks, nsa_commands, run_blocks, unknown_words
 from tests.shapes import HEADS
@@ -12,16 +13,19 @@ from tests.shapes import HEADS
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LENGTHS = ("2k", "8k", "16k", "32k", "64k")
+FEWEST_ROUNDS = 5
 CONFIGS = {"125M at 8k": "base_125m_8k", "1B at 32k": "base_1b_32k", "7B at 128k": "base_7b_128k"}
 
 
 def speed_ups(op: str, file: str) -> dict[str, str]:
-    """Length → median ratio to dense SDPA of the compiled CPU kernels in fp32, as `nsa bench` wrote it."""
+    """Length → median ratio to dense SDPA of the compiled CPU kernels in fp32, where several rounds were taken."""
     rows = (line.split(" | ") for line in (ROOT / "bench/results" / file).read_text().splitlines())
     return {
         row[2]: row[7].split()[0]
         for row in rows
-        if len(row) > 7 and (row[0].removeprefix("| "), row[1], row[3]) == (op, "fp32", "cpu")
+        if len(row) > 7
+        and (row[0].removeprefix("| "), row[1], row[3]) == (op, "fp32", "cpu")
+        and int(row[6]) >= FEWEST_ROUNDS
     }
 
 
@@ -75,25 +79,46 @@ COMMANDS = [
 ]
 
 
-def test_it_is_one_page_with_five_commands():
+def test_it_is_one_page_with_three_commands():
     assert len(README.splitlines()) <= 100
-    assert [words[0] for words in COMMANDS] == ["init", "data", "data", "train", "generate"]
+    assert [words[0] for words in COMMANDS] == ["demo", "monitor", "generate"]
     assert [problem for words in COMMANDS if (problem := unknown_words(words))] == []
 
 
 @pytest.mark.timeout(600)
 def test_every_command_runs_in_an_empty_folder(tmp_path: Path):
     """Training and generation are shorter than the page's; everything else is as printed."""
-    steps = "train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
     shorter = {
-        "nsa train my-run/config.yaml": f"nsa train my-run/config.yaml {steps} train.save_every=4",
-        "nsa generate my-run/run": "nsa generate my-run/run --max-new-tokens 8",
+        "nsa demo ": "nsa demo --steps 4 ",
+        "nsa generate nsa-demo/run": "nsa generate nsa-demo/run --max-new-tokens 8",
     }
     run_blocks(ROOT / "README.md", tmp_path, timeout_s=560, checkout=False, replace=shorter)
 
 
 def test_the_first_screen_says_that_no_gpu_has_run_it():
     assert "not yet run on a GPU" in " ".join(README.splitlines()[:12])
+
+
+def test_a_length_at_which_dense_is_faster_is_in_the_table():
+    assert any(float(ratio) < 1 for ratio in TABLE["forward and backward"].values())
+
+
+def test_badges_are_of_workflows_that_exist():
+    badges = re.findall(r"\.\./\.\./actions/workflows/([\w.]+)(?:/badge\.svg)?\)", README)
+    assert len(badges) == 6
+    assert all((ROOT / ".github/workflows" / name).is_file() for name in badges)
+
+
+def test_the_citation_is_of_this_version():
+    (version,) = re.findall(r"version = \{(.*?)\}", README)
+    assert version == nsa.__version__
+
+
+def test_the_animation_is_small_and_moves():
+    picture = ROOT / "docs/pictures/monitor_replay.svg"
+    assert f"]({picture.relative_to(ROOT)})" in README
+    assert picture.stat().st_size < 200_000
+    assert "@keyframes" in picture.read_text(encoding="utf-8")
 
 
 def test_no_other_number_is_in_the_prose():

@@ -33,28 +33,40 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def terminal_svg(lines: list[Text], width: int) -> str:
-    console = Console(width=width, force_terminal=True, color_system="truecolor")
-    parts = []
-    for row, line in enumerate(lines):
-        column = 0
-        for segment in console.render(line, console.options.update(no_wrap=True)):
-            text = segment.text.rstrip("\n")
-            parts += _run(text, segment.style or Style(), column, row)
-            column += len(text)
-    wide, tall = width * CELL_W + 2 * MARGIN, len(lines) * CELL_H + 2 * MARGIN
-    css = "text{font:13.5px 'DejaVu Sans Mono',Menlo,Consolas,monospace;white-space:pre}"
+    body = "".join(svg_line(line, row, width) for row, line in enumerate(lines))
+    return svg_document(body, *screen_size(width, len(lines)))
+
+
+def screen_size(columns: int, rows: int) -> tuple[float, float]:
+    """Width and height of the picture of a terminal."""
+    return columns * CELL_W + 2 * MARGIN, rows * CELL_H + 2 * MARGIN
+
+
+def svg_document(body: str, wide: float, tall: float, css: str = "") -> str:
+    css = "text{font:13.5px 'DejaVu Sans Mono',Menlo,Consolas,monospace;white-space:pre}" + css
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {wide:.0f} {tall:.0f}" '
         f'width="{wide:.0f}">'
-        f'<style>{css}</style><rect width="100%" height="100%" rx="8" fill="{PAPER}"/>{"".join(parts)}</svg>\n'
+        f'<style>{css}</style><rect width="100%" height="100%" rx="8" fill="{PAPER}"/>{body}</svg>\n'
     )
+
+
+def svg_line(line: Text, row: int, width: int) -> str:
+    console = Console(width=width, force_terminal=True, color_system="truecolor")
+    parts, column = [], 0
+    for segment in console.render(line, console.options.update(no_wrap=True)):
+        text = segment.text.rstrip("\n")
+        parts += _run(text, segment.style or Style(), column, row)
+        column += len(text)
+    return "".join(parts)
 
 
 def _run(text: str, style: Style, column: int, row: int) -> list[str]:
     """Characters of one style: dots and blocks as shapes, the rest as text held to its cells."""
     colour = (style.color or Color.default()).get_truecolor(THEME).hex if style.color else INK
-    look = f'fill="{colour}"' + (' opacity=".6"' if style.dim else "") + (' font-weight="700"' if style.bold else "")
-    parts, words, begin = [], "", column
+    dim = ' opacity=".6"' if style.dim else ""
+    look = f'fill="{colour}"' + dim + (' font-weight="700"' if style.bold else "")
+    parts, words, begin, dots, blocks = [], "", column, "", ""
     for place, letter in enumerate([*text, ""], start=column):
         if letter and not _is_shape(letter):
             words += letter
@@ -68,38 +80,53 @@ def _run(text: str, style: Style, column: int, row: int) -> list[str]:
                 f"{escape(shown)}</text>"
             )
         words, begin = "", place + 1
-        if letter:
-            parts += _shape(letter, place, row, look)
+        if letter and _is_braille(letter):
+            dots += _dots(letter, place, row)
+        elif letter:
+            blocks += _shape(letter, place, row)
+    if dots:
+        ink = f'stroke="{colour}" stroke-width="3.2" stroke-linecap="round"'
+        parts.append(f'<path d="{dots}" {ink}{dim}/>')
+    if blocks:
+        parts.append(f'<path d="{blocks}" fill="{colour}"{dim}/>')
     return parts
 
 
+def _is_braille(letter: str) -> bool:
+    return 0x2800 <= ord(letter) < 0x2900
+
+
 def _is_shape(letter: str) -> bool:
-    return 0x2800 <= ord(letter) < 0x2900 or letter in _BLOCKS[1:] or letter in "─│┤┊"
+    return _is_braille(letter) or letter in _BLOCKS[1:] or letter in "─│┤┊"
 
 
-def _shape(letter: str, column: int, row: int, look: str) -> list[str]:
-    x, y = MARGIN + column * CELL_W, MARGIN + row * CELL_H
-    if letter in _BLOCKS:
-        tall = CELL_H * _BLOCKS.index(letter) / 8
-        return [f'<rect x="{x:.1f}" y="{y + CELL_H - tall:.1f}" width="{CELL_W - 1:.1f}" height="{tall:.1f}" {look}/>']
-    middle_x, middle_y = x + CELL_W / 2, y + CELL_H / 2
-    if letter == "─":
-        return [f'<rect x="{x:.1f}" y="{middle_y:.1f}" width="{CELL_W:.1f}" height="1" {look}/>']
-    if letter == "┊":
-        steps = [
-            f'<rect x="{middle_x:.1f}" y="{y + CELL_H * i / 3:.1f}" width="1.2" height="3" {look}/>' for i in range(3)
-        ]
-        return steps
-    if letter in "│┤":
-        upright = f'<rect x="{middle_x:.1f}" y="{y:.1f}" width="1" height="{CELL_H:.1f}" {look}/>'
-        tick = f'<rect x="{x:.1f}" y="{middle_y:.1f}" width="{CELL_W / 2:.1f}" height="1" {look}/>'
-        return [upright, tick] if letter == "┤" else [upright]
-    bits = ord(letter) - 0x2800
-    return [
-        f'<circle cx="{x + CELL_W * (across + 0.5) / 2:.1f}" cy="{y + CELL_H * (down + 0.5) / 4:.1f}" r="1.6" {look}/>'
+def _dots(letter: str, column: int, row: int) -> str:
+    """Dots of a braille character, as lines of no length with round ends."""
+    x, y, bits = MARGIN + column * CELL_W, MARGIN + row * CELL_H, ord(letter) - 0x2800
+    return "".join(
+        f"M{x + CELL_W * (across + 0.5) / 2:.1f} {y + CELL_H * (down + 0.5) / 4:.1f}h0"
         for bit, (across, down) in enumerate(_DOTS)
         if bits >> bit & 1
-    ]
+    )
+
+
+def _shape(letter: str, column: int, row: int) -> str:
+    """Rectangles of a block or line character."""
+    x, y = MARGIN + column * CELL_W, MARGIN + row * CELL_H
+    middle_x, middle_y = x + CELL_W / 2, y + CELL_H / 2
+    if letter in _BLOCKS:
+        tall = CELL_H * _BLOCKS.index(letter) / 8
+        return _rectangle(x, y + CELL_H - tall, CELL_W - 1, tall)
+    if letter == "─":
+        return _rectangle(x, middle_y, CELL_W, 1)
+    if letter == "┊":
+        return "".join(_rectangle(middle_x, y + CELL_H * i / 3, 1.2, 3) for i in range(3))
+    upright = _rectangle(middle_x, y, 1, CELL_H)
+    return upright + _rectangle(x, middle_y, CELL_W / 2, 1) if letter == "┤" else upright
+
+
+def _rectangle(x: float, y: float, wide: float, tall: float) -> str:
+    return f"M{x:.1f} {y:.1f}h{wide:.1f}v{tall:.1f}h-{wide:.1f}z"
 
 
 def screenshot(html: str, out: Path, height: int) -> None:

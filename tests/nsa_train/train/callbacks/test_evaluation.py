@@ -124,7 +124,8 @@ def test_prepare_warns_of_a_held_out_split_that_is_too_small(sets):
     assert "WARNING" not in sets[1]["with"]
 
 
-def test_the_data_commands_of_the_readme_ask_for_a_split_that_can_be_evaluated():
+def test_the_data_commands_of_the_tutorial_ask_for_a_split_that_can_be_evaluated():
     """Its corpus has about 5 MB; prepare's default share is for corpora of gigabytes."""
-    (command,) = [line for line in (ROOT / "README.md").read_text().splitlines() if "data prepare my-run/text" in line]
+    page = (ROOT / "docs/TUTORIAL.md").read_text()
+    (command,) = [line for line in page.splitlines() if line.startswith("nsa data prepare my-run/text")]
     assert float(command.split("--held-out")[1].split()[0]) >= 0.01

@@ -317,5 +317,5 @@ def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
 
 
 def _footer(snapshot: RunSnapshot, width: int) -> Text:
-    keys = "q quit" if snapshot.state not in _ENDED else "q quit · this run has ended; values are its last"
+    keys = "q quit" if snapshot.state not in _ENDED else "q quit · this run has ended; these are its last values"
     return ends(line((keys, QUIET)), line((f"{clock(snapshot.now)} UTC", QUIET)), width)
