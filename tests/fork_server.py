@@ -118,15 +118,15 @@ def start(
     request = ForkRequest(words, str(cwd), dict(env), start_new_session, list(ignored_signals))
     ours: dict[str, IO[str]] = {}
     files: list[int] = []
-    with contextlib.ExitStack() as given:
+    with contextlib.ExitStack() as stack:
         for name, file in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
             if file == subprocess.PIPE:
                 reader, writer = os.pipe()
                 ours[name] = open(writer, "w") if name == "stdin" else open(reader)  # noqa: SIM115
                 files.append(reader if name == "stdin" else writer)
-                given.callback(os.close, files[-1])
+                stack.callback(os.close, files[-1])
             elif file is None:
-                files.append(given.enter_context(open(os.devnull, "r+b")).fileno())
+                files.append(stack.enter_context(open(os.devnull, "r+b")).fileno())
             else:
                 files.append(file if isinstance(file, int) else file.fileno())
         process = ForkedProcess(_socket(), request, (files[0], files[1], files[2]))
@@ -144,10 +144,10 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *words], capture_output=True, text=True)`. A timeout ends its whole session."""
     file = functools.partial(tempfile.TemporaryFile, "w+", errors="replace")
-    with file() as given, file() as out, file() as err:
-        given.write(input)
-        given.seek(0)
-        process = start(words, cwd=cwd, env=env, stdin=given, stdout=out, stderr=err)
+    with file() as stdin, file() as out, file() as err:
+        stdin.write(input)
+        stdin.seek(0)
+        process = start(words, cwd=cwd, env=env, stdin=stdin, stdout=out, stderr=err)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired as late:
@@ -175,11 +175,11 @@ def _socket() -> str:
     path = f"{folder}/socket"
     # A run inside this test process leaves USR1 and USR2 ignored, which a child would inherit.
     words = ["env", "--default-signal", sys.executable, "-m", "tests.fork_server"]
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
     server = subprocess.Popen(
         [*words, path],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
+        env={**inherited, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
     )
     atexit.register(server.wait)

@@ -35,11 +35,11 @@ def window_tokens(t: int, w: int) -> list[int]:
 
 def complete_blocks(t: int, l: int, d: int) -> list[int]:
     """Compressed blocks, numbered by their stride, that end at or before token t."""
-    found, block = [], 0
+    blocks, block = [], 0
     while block * d + (l - 1) <= t:
-        found.append(block)
+        blocks.append(block)
         block += 1
-    return found
+    return blocks
 
 
 def take_best(taken: set[int], score: dict[int, float], candidates: list[int], n: int, gaps: list[float]) -> None:

@@ -191,8 +191,10 @@ def test_a_lock_excludes_another_holder_until_it_is_released(tmp_path):
 def test_no_other_module_writes_atomically_or_locks_by_itself():
     root = Path(__file__).parents[1] / "packages"
     own = re.compile(r"\bos\.(replace|fsync|fdatasync|link)\(|\bflock\(|\bNamedTemporaryFile\(.*delete=False")
-    found = [str(path.relative_to(root)) for path in sorted(root.rglob("*.py")) if own.search(path.read_text("utf-8"))]
-    assert found == ["nsa-attention/nsa/files.py"]
+    modules = [
+        str(path.relative_to(root)) for path in sorted(root.rglob("*.py")) if own.search(path.read_text("utf-8"))
+    ]
+    assert modules == ["nsa-attention/nsa/files.py"]
 
 
 def test_a_cache_lies_in_the_home_folder_or_where_home_is_read_only_among_temporary_files(tmp_path, monkeypatch):

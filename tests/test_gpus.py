@@ -29,9 +29,9 @@ def test_every_gpu_has_an_architecture_that_kernels_are_compiled_for():
     ],
 )
 def test_a_driver_s_name_finds_the_gpu(driver_name, memory_gib, name):
-    found = find_gpu(driver_name, memory_gib)
-    assert found is not None
-    assert found.name == name
+    gpu = find_gpu(driver_name, memory_gib)
+    assert gpu is not None
+    assert gpu.name == name
 
 
 def test_an_unknown_gpu_is_not_guessed():

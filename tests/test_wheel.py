@@ -77,9 +77,9 @@ def test_two_builds_are_the_same_bytes(wheels, tmp_path):
 
 def test_the_checkout_is_not_seen(installed, tmp_path):
     code = "import json, nsa, nsa_train.shipped as s; print(json.dumps([nsa.__file__, str(s.CONFIGS), str(s.CORPUS)]))"
-    found = json.loads(installed.run(f"{installed.venv}/bin/python -c '{code}'", tmp_path))
-    assert all(Path(path).is_relative_to(installed.venv) for path in found)
-    assert all(Path(path).exists() for path in found)
+    paths = json.loads(installed.run(f"{installed.venv}/bin/python -c '{code}'", tmp_path))
+    assert all(Path(path).is_relative_to(installed.venv) for path in paths)
+    assert all(Path(path).exists() for path in paths)
 
 
 def test_a_config_with_a_profile_is_valid_outside_the_checkout(installed, tmp_path):
@@ -150,8 +150,8 @@ def test_the_blocks_of_a_page_with_nsa_init_run_from_the_wheel(page, installed, 
 
 
 def _python(version: str) -> str | None:
-    found = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python{version}"))
-    return str(found[-1]) if found else shutil.which(f"python{version}")
+    interpreters = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python{version}"))
+    return str(interpreters[-1]) if interpreters else shutil.which(f"python{version}")
 
 
 @pytest.mark.nightly

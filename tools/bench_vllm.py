@@ -132,7 +132,7 @@ def save_models(folder: Path, layers: int, max_len: int) -> dict[str, Path]:
     return {name: folder / name for name in ("nsa", "llama")}
 
 
-def compare(engines: dict[str, EngineProcess], given: argparse.Namespace) -> list[Json]:
+def compare(engines: dict[str, EngineProcess], options: argparse.Namespace) -> list[Json]:
     cells: list[Json] = []
 
     def add(cell: Json) -> None:
@@ -140,18 +140,18 @@ def compare(engines: dict[str, EngineProcess], given: argparse.Namespace) -> lis
         figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in cell.items())
         print(figures, flush=True)
 
-    for context in given.contexts:
+    for context in options.contexts:
         first = {
-            name: min(engine.measure(kind="first", context=context, seed=round_) for round_ in range(given.rounds))
+            name: min(engine.measure(kind="first", context=context, seed=round_) for round_ in range(options.rounds))
             for name, engine in engines.items()
         }
         ratio = first["llama"] / first["nsa"]
         add({"measured": "first token", "context": spell(context), **_named(first, "s"), "ratio": ratio})
-        for batch in given.batches:
+        for batch in options.batches:
             times: dict[str, list[float]] = {name: [] for name in engines}
-            for _ in range(given.rounds):
+            for _ in range(options.rounds):
                 for name, engine in engines.items():
-                    request = dict(kind="decode", context=context, batch=batch, tokens=given.tokens)
+                    request = dict(kind="decode", context=context, batch=batch, tokens=options.tokens)
                     times[name].append(engine.measure(**request))
             best = {name: batch / min(values) for name, values in times.items()}
             cell = {"measured": "decode", "context": spell(context), "batch": batch, **_named(best, "tokens_per_s")}

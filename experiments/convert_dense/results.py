@@ -37,18 +37,18 @@ def evaluate(folder: Path, name: str, rows: int) -> dict[str, Any]:
         done = subprocess.run([*words, "--tasks", "agreement", "--json"], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]["agreement"]
-    return found
+    agreement: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]["agreement"]
+    return agreement
 
 
-def table_row(name: str, found: dict[str, Any]) -> str:
-    late = [part for part in found["by_position"] if part["begin"] >= LONG // 2]
+def table_row(name: str, agreement: dict[str, Any]) -> str:
+    late = [part for part in agreement["by_position"] if part["begin"] >= LONG // 2]
     tokens = sum(part["tokens"] for part in late)
     beyond = sum(part["difference"] * part["tokens"] for part in late) / tokens if tokens else float("nan")
-    error = 1.96 * (found["difference_standard_error"] or 0)
+    error = 1.96 * (agreement["difference_standard_error"] or 0)
     return (
-        f"| `{name}` | {found['loss']:.4f} | {found['difference']:+.4f} ± {error:.4f} | {found['same_top']:.1%} | "
-        f"{found['divergence']:.4f} | {beyond:+.4f} |"
+        f"| `{name}` | {agreement['loss']:.4f} | {agreement['difference']:+.4f} ± {error:.4f} | "
+        f"{agreement['same_top']:.1%} | {agreement['divergence']:.4f} | {beyond:+.4f} |"
     )
 
 
@@ -56,10 +56,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"of experiments.convert_dense.run ({FOLDER})")
     parser.add_argument("--rows", type=int, default=ROWS, help=f"held-out rows of {LONG:,} tokens (default {ROWS})")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print(_HEAD, flush=True)
-    for name in compared_models(given.folder):
-        print(table_row(name, evaluate(given.folder, name, given.rows)), flush=True)
+    for name in compared_models(options.folder):
+        print(table_row(name, evaluate(options.folder, name, options.rows)), flush=True)
 
 
 if __name__ == "__main__":

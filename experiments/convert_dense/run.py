@@ -56,13 +56,13 @@ def healing_steps(share: float) -> int:
 
 
 def _train(folder: Path, out: str, config: Path, init: Path | None, seq_len: int, steps: int, *more: str) -> Stage:
-    made = folder / out
+    output = folder / out
     data = ["data.dataset=prepared", f"data.path={folder / 'set'}", "data.report_docs=0"]
     sizes = [f"train.seq_len={seq_len}", f"train.batch_size={TOKENS_PER_STEP // seq_len}", f"train.steps={steps}"]
-    place = ["runtime.device=cpu", "runtime.precision=fp32", f"train.out_dir={made}", "train.log_every=5"]
+    place = ["runtime.device=cpu", "runtime.precision=fp32", f"train.out_dir={output}", "train.log_every=5"]
     start = [] if init is None else ["--init-from", str(init)]
     words = ["nsa", "train", str(config), *data, *sizes, *place, *more, *start, "--resume"]
-    return Stage(out, made / names.MODEL_SAFETENSORS, words)
+    return Stage(out, output / names.MODEL_SAFETENSORS, words)
 
 
 def stages(folder: Path, demo: Path) -> list[Stage]:
@@ -72,28 +72,28 @@ def stages(folder: Path, demo: Path) -> list[Stage]:
 
 def _dense_stages(folder: Path, demo: Path) -> list[Stage]:
     """A Llama of Transformers with random weights, trained at 512 tokens and then at 4,096."""
-    made = {name: folder / name for name in ("long", "bpe.json", "set", "llama", "start", "exported", "dense")}
-    path = {name: str(value) for name, value in made.items()}
-    modules, kept = [sys.executable, "-m"], ",".join(map(str, range(N_LAYERS)))
+    outputs = {name: folder / name for name in ("long", "bpe.json", "set", "llama", "start", "exported", "dense")}
+    path = {name: str(value) for name, value in outputs.items()}
+    modules, all_layers = [sys.executable, "-m"], ",".join(map(str, range(N_LAYERS)))
     documents = [*modules, "experiments.nsa_vs_dense.long_documents", str(demo), path["long"], "--at-least", "20000"]
     tokenizer = ["nsa", "data", "tokenizer", "train", path["long"], path["bpe.json"], "--vocab-size", str(VOCABULARY)]
     rows = ["nsa", "data", "prepare", path["long"], path["set"], "--tokenizer", path["bpe.json"], "--held-out", "0.05"]
     llama = [*modules, "experiments.convert_dense.random_llama", path["llama"], path["bpe.json"]]
-    config, start = made["start"] / "run.yaml", made["start"]
+    config, start = outputs["start"] / "run.yaml", outputs["start"]
     short = ["train.lr=3e-3", "train.warmup_steps=20", "train.final_lr_ratio=0.3", "train.eval_every=60"]
     long = ["train.lr=1e-3", "train.warmup_steps=10", "train.eval_every=40"]
     return [
-        Stage("documents", made["long"] / "documents.jsonl", documents),
-        Stage("tokenizer", made["bpe.json"], tokenizer),
-        Stage("set", made["set"], rows),
-        Stage("llama", made["llama"], llama),
-        Stage("start", start, ["nsa", "convert", path["llama"], path["start"], "--keep-dense", kept]),
+        Stage("documents", outputs["long"] / "documents.jsonl", documents),
+        Stage("tokenizer", outputs["bpe.json"], tokenizer),
+        Stage("set", outputs["set"], rows),
+        Stage("llama", outputs["llama"], llama),
+        Stage("start", start, ["nsa", "convert", path["llama"], path["start"], "--keep-dense", all_layers]),
         _train(folder, "short", config, start, 512, SHORT_STEPS, *short, "train.save_every=60"),
         _train(folder, "dense_run", config, folder / "short", LONG, LONG_STEPS, *long, "train.save_every=20"),
-        Stage("exported", made["exported"], ["nsa", "export", "hf", str(folder / "dense_run"), path["exported"]]),
+        Stage("exported", outputs["exported"], ["nsa", "export", "hf", str(folder / "dense_run"), path["exported"]]),
         Stage(
             "dense",
-            made["dense"],
+            outputs["dense"],
             ["nsa", "convert", path["exported"], path["dense"], "--to-dense", "--like", path["start"]],
         ),
     ]
@@ -101,24 +101,24 @@ def _dense_stages(folder: Path, demo: Path) -> list[Stage]:
 
 def _sparse_stages(folder: Path) -> list[Stage]:
     """Conversions by φ, warm-up and healing of the one that learns, and what the same tokens do without conversion."""
-    made = []
+    trainings = []
     for phi in ("avg", "softmax"):
         words = ["nsa", "convert", str(folder / "dense"), str(folder / f"sparse_{phi}"), *SPARSE, f"--phi={phi}"]
-        made.append(Stage(f"sparse_{phi}", folder / f"sparse_{phi}", words))
-    kept = folder / "sparse_but_layer_0"
-    words = ["nsa", "convert", str(folder / "dense"), str(kept), *SPARSE, "--phi=avg", "--keep-dense=0"]
-    made.append(Stage(kept.name, kept, words))
+        trainings.append(Stage(f"sparse_{phi}", folder / f"sparse_{phi}", words))
+    sparse_folder = folder / "sparse_but_layer_0"
+    words = ["nsa", "convert", str(folder / "dense"), str(sparse_folder), *SPARSE, "--phi=avg", "--keep-dense=0"]
+    trainings.append(Stage(sparse_folder.name, sparse_folder, words))
     sparse, quiet = folder / "sparse_softmax", ("train.eval_every=0", "train.save_every=0")
     most = healing_steps(0.05)
-    made.append(_train(folder, "warmed_up", sparse / "warmup.yaml", sparse, LONG, most, *quiet))
+    trainings.append(_train(folder, "warmed_up", sparse / "warmup.yaml", sparse, LONG, most, *quiet))
     low = ("train.lr=1e-4", "train.warmup_steps=1", *quiet)
     for share in (0.01, 0.05):
         steps, begin = healing_steps(share), folder / "warmed_up"
-        made.append(_train(folder, f"healed_{share:.0%}", sparse / "run.yaml", begin, LONG, steps, *low))
+        trainings.append(_train(folder, f"healed_{share:.0%}", sparse / "run.yaml", begin, LONG, steps, *low))
     dense = folder / "start/run.yaml"
     high = ("train.lr=1e-3", "train.warmup_steps=5", *quiet)
     return [
-        *made,
+        *trainings,
         _train(folder, "healed_without_warm_up", sparse / "run.yaml", sparse, LONG, most, *low),
         _train(folder, "dense_more", dense, folder / "dense_run", LONG, most, *low),
         _train(folder, "from_nothing", sparse / "run.yaml", None, LONG, most, *high),
@@ -130,10 +130,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=FOLDER, help=f"for everything that is made (default {FOLDER})")
     parser.add_argument("--demo", type=Path, default=DEMO, help=f"folder of parquet files (default {DEMO})")
     parser.add_argument("--until", help="name of the last stage to run")
-    given = parser.parse_args()
-    logs = given.folder / "logs"
+    options = parser.parse_args()
+    logs = options.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stage in stages(given.folder, given.demo):
+    for stage in stages(options.folder, options.demo):
         if not stage.done:
             print(f"$ {shlex.join(stage.words)}", flush=True)
             begin = time.monotonic()
@@ -144,7 +144,7 @@ def main() -> int:
                 print(f"exit code {done.returncode}: see {logs / stage.name}.txt")
                 return 1
             print(f"  {time.monotonic() - begin:,.0f} s", flush=True)
-        if stage.name == given.until:
+        if stage.name == options.until:
             break
     return 0
 

@@ -54,16 +54,19 @@ def main() -> None:
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], required=True)
     parser.add_argument("--levels", type=lambda text: text.split(","), required=True)
     parser.add_argument("--rows", type=int, default=10, help="rows of each length (default 10)")
-    given = parser.parse_args()
+    options = parser.parse_args()
     print("| variant | seed | tokens | coarse entries × blocks | entries read | accuracy |\n|---|---|---|---|---|---|")
-    for run in _finished_runs(given.table):
+    for run in _finished_runs(options.table):
         loaded = load_model(run.folder)
-        for length in given.lengths:
-            for level in given.levels:
+        for length in options.lengths:
+            for level in options.levels:
                 layer = set_level(loaded, _level(level))
-                found = accuracy(loaded, length, given.rows)
+                share_right = accuracy(loaded, length, options.rows)
                 read = share_read(layer, length)
-                print(f"| {run.variant} | {run.seed} | {length:,} | {level} | {read:.1%} | {found:.3f} |", flush=True)
+                print(
+                    f"| {run.variant} | {run.seed} | {length:,} | {level} | {read:.1%} | {share_right:.3f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[Evaluation
             value = record.val_accuracy if table.drawn == "accuracy" else record.val_loss
             by_variant[run.variant][record.step].append(value)
     lines = [
-        ChartLine(variant, [made for step, y in sorted(points.items()) if (made := bucket([step] * len(y), y))], style)
+        ChartLine(
+            variant, [bucketed for step, y in sorted(points.items()) if (bucketed := bucket([step] * len(y), y))], style
+        )
         for (variant, points), style in zip(by_variant.items(), cycle((*STYLES, "gone")), strict=False)
     ]
     steps = [point.x for line in lines for point in line.buckets]

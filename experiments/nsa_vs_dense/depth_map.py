@@ -84,8 +84,8 @@ def draw_map(title: str, cells: Sequence[DepthCell]) -> str:
             x = left + CELL_WIDTH * column
             parts.append(_text(x + CELL_WIDTH // 2, TOP - 6, f"{length:,}", "middle"))
             for depth in range(DEPTHS):
-                if found := by_place.get((variant, length, depth)):
-                    parts.append(_box(x, TOP + CELL_HEIGHT * depth, fmean(found)))
+                if accuracies := by_place.get((variant, length, depth)):
+                    parts.append(_box(x, TOP + CELL_HEIGHT * depth, fmean(accuracies)))
     width = max(LEFT + len(variants) * (grid + GAP), LEFT + TITLE_LETTER * len(title))
     height = TOP + CELL_HEIGHT * DEPTHS + 12
     return (
@@ -133,16 +133,16 @@ def main() -> None:
     parser.add_argument("table", choices=tables)
     parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], required=True)
     parser.add_argument("--rows", type=int, default=20, help="rows of each length (default 20)")
-    given = parser.parse_args()
-    table = tables[given.table]
+    options = parser.parse_args()
+    table = tables[options.table]
     file = RESULTS / f"{table.name}_depths.csv"
     cells = read_cells(file)
     known = {(cell.variant, cell.seed, cell.length) for cell in cells}
     for run in table.runs:
-        for length in given.lengths:
+        for length in options.lengths:
             if run.finished and (run.variant, run.seed, length) not in known:
                 print(f"{run.variant}, seed {run.seed}, {length:,} tokens", flush=True)
-                cells += accuracy_by_depth(run, length, given.rows)
+                cells += accuracy_by_depth(run, length, options.rows)
                 write_cells(file, cells)
     title = f"Accuracy by length of the row and place of the fact ({table.name})"
     (RESULTS / f"{table.name}_depths.svg").write_text(draw_map(title, cells), encoding="utf-8")

@@ -15,16 +15,16 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="folder of parquet files with a column text")
     parser.add_argument("out", type=Path, help="folder for documents.jsonl")
     parser.add_argument("--at-least", type=int, default=50_000, help="characters of a document (default 50,000)")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    kept = characters = 0
-    with open(given.out / "documents.jsonl", "w", encoding="utf-8") as file:
-        for path in sorted(given.source.glob("*.parquet")):
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    n_documents = characters = 0
+    with open(options.out / "documents.jsonl", "w", encoding="utf-8") as file:
+        for path in sorted(options.source.glob("*.parquet")):
             for text in parquet.read_table(path, columns=["text"])["text"].to_pylist():
-                if len(text) >= given.at_least:
+                if len(text) >= options.at_least:
                     file.write(json.dumps({"text": text}) + "\n")
-                    kept, characters = kept + 1, characters + len(text)
-    print(f"{kept:,} documents with {characters:,} characters in {given.out / 'documents.jsonl'}")
+                    n_documents, characters = n_documents + 1, characters + len(text)
+    print(f"{n_documents:,} documents with {characters:,} characters in {options.out / 'documents.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,9 @@ def result(run: StudyRun, data: RunData) -> RunResult | None:
         return None
     last = records[-1]
     solved = next((record.step for record in records if record.val_accuracy >= SOLVED), None)
-    hits = [row["fact_hit"] for found in data.model_evaluations for row in found.facts if row.get("layer") is None]
+    hits = [
+        row["fact_hit"] for evaluation in data.model_evaluations for row in evaluation.facts if row.get("layer") is None
+    ]
     hit = hits[-1] if hits else None
     return RunResult(run.variant, run.seed, last.step, last.val_loss, last.val_accuracy, solved, hit)
 
@@ -75,16 +77,16 @@ def summary(results: Sequence[RunResult]) -> str:
 
 
 def _spread(values: Iterable[float]) -> str:
-    given = list(values)
-    low, high = min(given), max(given)
-    return f"{fmean(given):.3f}" + (f" ({low:.3f}–{high:.3f})" if len(given) > 1 else "")
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
+    return f"{fmean(numbers):.3f}" + (f" ({low:.3f}–{high:.3f})" if len(numbers) > 1 else "")
 
 
 def write(table: StudyTable, folder: Path) -> str:
     """Write all files of a table; returns its summary."""
     folder.mkdir(parents=True, exist_ok=True)
     data = {run: load(run.folder) for run in table.runs if run.folder.exists()}
-    curves = {run: found.counted_evaluations() for run, found in data.items()}
+    curves = {run: run_data.counted_evaluations() for run, run_data in data.items()}
     with open(folder / f"{table.name}_curves.csv", "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(("variant", "seed", "step", "loss", "accuracy"))
@@ -92,7 +94,7 @@ def write(table: StudyTable, folder: Path) -> str:
             rows.writerows(
                 (run.variant, run.seed, r.step, f"{r.val_loss:.5f}", f"{r.val_accuracy:.5f}") for r in records
             )
-    results = [found for run, own in data.items() if (found := result(run, own))]
+    results = [row for run, own in data.items() if (row := result(run, own))]
     with open(folder / f"{table.name}.csv", "w", encoding="utf-8", newline="") as file:
         named = csv.DictWriter(file, RunResult.__dataclass_fields__, lineterminator="\n")
         named.writeheader()
@@ -107,10 +109,10 @@ def main() -> None:
     tables = read_tables()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=tables)
-    given = parser.parse_args()
-    table = tables[given.table]
+    options = parser.parse_args()
+    table = tables[options.table]
     for run in table.runs:
-        known = any(found.facts for found in read_evaluations(run.folder))
+        known = any(evaluation.facts for evaluation in read_evaluations(run.folder))
         if run.finished and run.selects and table.drawn == "accuracy" and not known:
             print(f"nsa eval {run.folder} --tasks selection", flush=True)
             evaluate_selection(run)

@@ -36,13 +36,13 @@ def main() -> int:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], help="only these")
     parser.add_argument("--at-once", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--threads", type=int, help="of each run (default: the cores divided by --at-once)")
-    given = parser.parse_args()
-    runs = tables[given.table].chosen(given.variants, given.seeds)
+    options = parser.parse_args()
+    runs = tables[options.table].chosen(options.variants, options.seeds)
     open_runs = [run for run in runs if not run.finished]
-    print(f"{given.table}: {len(runs) - len(open_runs)} of {len(runs)} runs are finished", flush=True)
-    threads = given.threads or max(1, (os.cpu_count() or 1) // given.at_once)
+    print(f"{options.table}: {len(runs) - len(open_runs)} of {len(runs)} runs are finished", flush=True)
+    threads = options.threads or max(1, (os.cpu_count() or 1) // options.at_once)
     failed = 0
-    with ThreadPoolExecutor(given.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once) as pool:
         for run, code, seconds in pool.map(lambda run: train(run, threads), open_runs):
             failed += code != 0
             outcome = "finished" if code == 0 else f"exit code {code}, see {run.folder / 'log.txt'}"

@@ -74,26 +74,26 @@ class StudyTable:
 
 def read_tables(path: Path = HERE / "tables.yaml") -> dict[str, StudyTable]:
     tables: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    made: dict[str, StudyTable] = {}
-    for name, given in tables.items():
-        made[name] = _table(name, given, path.parent, made)
-    return made
+    studies: dict[str, StudyTable] = {}
+    for name, section in tables.items():
+        studies[name] = _table(name, section, path.parent, studies)
+    return studies
 
 
-def _table(name: str, given: dict[str, Any], folder: Path, earlier: dict[str, StudyTable]) -> StudyTable:
-    always = tuple(given.get("settings", ()))
-    if "starts_from" in given:
+def _table(name: str, section: dict[str, Any], folder: Path, earlier: dict[str, StudyTable]) -> StudyTable:
+    always = tuple(section.get("settings", ()))
+    if "starts_from" in section:
         runs = tuple(
             replace(run, table=name, settings=_merged(run.settings, always), starts_from=run.folder)
-            for run in earlier[given["starts_from"]].chosen(given["variants"], given["seeds"])
+            for run in earlier[section["starts_from"]].chosen(section["variants"], section["seeds"])
         )
     else:
         runs = tuple(
-            StudyRun(name, variant, seed, folder / given["config"], (*always, *settings))
-            for variant, settings in given["variants"].items()
-            for seed in given["seeds"]
+            StudyRun(name, variant, seed, folder / section["config"], (*always, *settings))
+            for variant, settings in section["variants"].items()
+            for seed in section["seeds"]
         )
-    return StudyTable(name, given["question"], given["drawn"], runs)
+    return StudyTable(name, section["question"], section["drawn"], runs)
 
 
 def _merged(settings: tuple[str, ...], changed: tuple[str, ...]) -> tuple[str, ...]:

@@ -83,18 +83,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=tables)
     parser.add_argument("--beside", default="dense", help="the variant to compare with (default dense)")
-    given = parser.parse_args()
-    finished = [run for run in tables[given.table].runs if run.finished]
-    opponents = {run.seed: run for run in finished if run.variant == given.beside}
-    found = [compare(run, opponents[run.seed]) for run in finished if run not in opponents.values()]
-    with open(RESULTS / f"{given.table}_time.csv", "w", encoding="utf-8", newline="") as file:
+    options = parser.parse_args()
+    finished = [run for run in tables[options.table].runs if run.finished]
+    opponents = {run.seed: run for run in finished if run.variant == options.beside}
+    comparisons = [compare(run, opponents[run.seed]) for run in finished if run not in opponents.values()]
+    with open(RESULTS / f"{options.table}_time.csv", "w", encoding="utf-8", newline="") as file:
         rows = csv.DictWriter(file, [*TimeToLoss.__dataclass_fields__, "ratio"], lineterminator="\n")
         rows.writeheader()
-        rows.writerows({**asdict(each), "ratio": f"{each.ratio:.3f}"} for each in found)
+        rows.writerows({**asdict(each), "ratio": f"{each.ratio:.3f}"} for each in comparisons)
     print(
-        f"| variant | seed | held-out loss | seconds | seconds of {given.beside} | ratio |\n|---|---|---|---|---|---|"
+        f"| variant | seed | held-out loss | seconds | seconds of {options.beside} | ratio |\n|---|---|---|---|---|---|"
     )
-    for each in found:
+    for each in comparisons:
         times = f"{each.seconds:,.0f} | {each.beside:,.0f} | {each.ratio:.2f}"
         print(f"| {each.variant} | {each.seed} | {each.target:.3f} | {times} |")
 

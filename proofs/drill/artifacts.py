@@ -40,7 +40,7 @@ def findings(folder: Path) -> list[RunEvent]:
     return [event for event in events if not event.details.get("over")]
 
 
-def found(folder: Path, *conditions: str) -> list[RunEvent]:
+def findings_of(folder: Path, *conditions: str) -> list[RunEvent]:
     return [event for event in findings(folder) if event.details.get("condition") in conditions]
 
 

@@ -202,8 +202,8 @@ class DrillHarness:
         timeout = ProgressTimeout(self.folder)
         while True:
             ended = process is not None and not process.running  # before the condition: it may exit right after it
-            if found := condition():
-                return found
+            if value := condition():
+                return value
             if ended:
                 assert process is not None
                 raise NotObserved(

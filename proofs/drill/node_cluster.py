@@ -59,19 +59,19 @@ class NodeCluster:
     def wait_for_verdict(self, at: float) -> RunEvent:
         """The first event by which a launcher reports the fault."""
 
-        def found() -> list[RunEvent]:
+        def later_events() -> list[RunEvent]:
             return [event for event in artifacts.launcher_verdicts(self._harness.run_folder) if event.ts > at]
 
-        return self._harness.wait_for("a launcher's record", found, next(iter(self._launchers.values())))[0]
+        return self._harness.wait_for("a launcher's record", later_events, next(iter(self._launchers.values())))[0]
 
     def wait_for_restart(self, at: float, ranks: int | None = None) -> RunEvent:
         """The first start from a checkpoint after a time, of this many ranks if given."""
 
-        def found() -> list[RunEvent]:
+        def later_events() -> list[RunEvent]:
             starts = artifacts.events(self._harness.run_folder, EventKind.RESTART)
             return [event for event in starts if event.ts > at and ranks in (None, event.details.get("world"))]
 
-        return self._harness.wait_for("a restart", found, next(iter(self._launchers.values())))[0]
+        return self._harness.wait_for("a restart", later_events, next(iter(self._launchers.values())))[0]
 
     def wait_for_end(self, result: DrillResult) -> None:
         """Wait for all launchers; require that each exits with 0 at the last step, with every step recorded."""

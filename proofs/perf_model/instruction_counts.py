@@ -92,9 +92,9 @@ def parse(text: str) -> tuple[list[str], list[tuple[int, int]]]:
     for line in text.splitlines():
         if label := re.match(r"^(\.L_x_\d+):", line):
             labels[label[1]] = len(names)
-        elif found := _INSTRUCTION.match(line):
-            if found[1].startswith("BRA") and (target := re.search(r"`\((\.L_x_\d+)\)", found[2])):
+        elif match := _INSTRUCTION.match(line):
+            if match[1].startswith("BRA") and (target := re.search(r"`\((\.L_x_\d+)\)", match[2])):
                 jumps.append((len(names), target[1]))
-            names.append(found[1])
+            names.append(match[1])
     end = max((at for at, name in enumerate(names) if name == "EXIT"), default=len(names))
     return names, [(labels[target], at) for at, target in jumps if labels.get(target, at + 1) < at < end]

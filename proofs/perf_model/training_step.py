@@ -98,15 +98,15 @@ def _by_bytes(gpu: GpuModel, name: str, moved: float) -> StepPart:
     return StepPart(name, moved / gpu.memory_bytes_per_s, f"{moved / 1e9:.1f} GB through memory")
 
 
-def _products_s(found: RunEstimate, gpu: GpuModel, mode: Checkpointing) -> float:
+def _products_s(run_estimate: RunEstimate, gpu: GpuModel, mode: Checkpointing) -> float:
     """Count the operations of projections, feed-forward and head; with checkpointing, those of the blocks once more."""
-    flops = {part: count for part, count in found.flops_per_token.items() if part not in ATTENTION_PARTS}
+    flops = {part: count for part, count in run_estimate.flops_per_token.items() if part not in ATTENTION_PARTS}
     again = sum(count / 3 for part, count in flops.items() if part != "head") if mode != "off" else 0.0
-    return found.tokens_per_step * (sum(flops.values()) + again) / (MATRIX_SHARE * gpu.flops_per_s("bf16"))
+    return run_estimate.tokens_per_step * (sum(flops.values()) + again) / (MATRIX_SHARE * gpu.flops_per_s("bf16"))
 
 
-def _in_products(found: RunEstimate) -> int:
-    p = found.parameters
+def _in_products(run_estimate: RunEstimate) -> int:
+    p = run_estimate.parameters
     return p.attention + p.feed_forward + (p.head or p.embeddings)
 
 

@@ -307,15 +307,15 @@ def _stored_parameters(kernel: PtxKernel) -> set[str] | None:
             before = len(known)
             known.update(*(sources.get(o, set()) for o in origins))
             changed |= len(known) != before
-    found: set[str] = set()
+    parameters: set[str] = set()
     for base in stores:
         if not sources.get(base):
             return None
-        found |= sources[base]
-    if _ANY in found:
+        parameters |= sources[base]
+    if _ANY in parameters:
         return None
     wide = {p.name for p in kernel.parameters if p.type in ("u64", "b64")}
-    return found & wide
+    return parameters & wide
 
 
 def instruction_totals(machines: Iterable[Machine]) -> dict[str, int]:

@@ -42,6 +42,6 @@ def pytest_report_header() -> str:
 def pytest_runtest_call() -> Generator[None, Any, Any]:
     result = yield
     driver = emulator()
-    if driver is not None and (found := driver.log.take()):
-        pytest.fail("\n".join(map(str, found)), pytrace=False)
+    if driver is not None and (findings := driver.log.take()):
+        pytest.fail("\n".join(map(str, findings)), pytrace=False)
     return result

@@ -41,16 +41,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizer", choices=list(sanitizers.SANITIZERS))
     parser.add_argument("--short", action="store_true", help="one instruction set, random arguments and threads only")
-    given, words = parser.parse_known_args()
+    options, words = parser.parse_known_args()
     try:
-        sanitizers.use(given.sanitizer, short=given.short)
+        sanitizers.use(options.sanitizer, short=options.short)
         build.library()  # here, so that the compiler runs without the sanitizer's runtime
-        ended = sanitizers.run(given.sanitizer, pytest_command(given.sanitizer, given.short, words))
+        ended = sanitizers.run(options.sanitizer, pytest_command(options.sanitizer, options.short, words))
     except (build.BuildError, ConfigError) as error:
         parser.error(str(error))
     for report in ended.reports:
         print(report)
-    print(f"{given.sanitizer}: {len(ended.reports)} reports, pytest exited with {ended.code}")
+    print(f"{options.sanitizer}: {len(ended.reports)} reports, pytest exited with {ended.code}")
     return 0 if ended.clean else 1
 
 

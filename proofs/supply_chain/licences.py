@@ -99,8 +99,8 @@ def main(arguments: list[str]) -> int:
     if missing := sorted(read_lock(GATE).keys() - set(_installed())):
         sys.stderr.write(f"not installed: {', '.join(missing)}. Install what .ci/run does.\n")
         return 1
-    if found := problems():
-        sys.stderr.write("\n".join(found) + "\n")
+    if messages := problems():
+        sys.stderr.write("\n".join(messages) + "\n")
         return 1
     if "--check" in arguments:
         return 0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else 1

@@ -64,8 +64,13 @@ def run_blocks(
         assert printed in script, printed
         script = script.replace(printed, instead)
     (folder / "page.sh").write_text(script)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
-    environ = {**kept, "PATH": f"{folder / 'bin'}:{kept['PATH']}", "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("NSA_") and name != "CONFIG"}
+    environ = {
+        **inherited,
+        "PATH": f"{folder / 'bin'}:{inherited['PATH']}",
+        "PYTHONPATH": import_path(),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         ["bash", "page.sh"], cwd=folder, env=environ, text=True, capture_output=True, timeout=timeout_s,
         stdin=subprocess.DEVNULL,
@@ -90,13 +95,13 @@ def unknown_words(words: list[str]) -> str | None:
 def nsa_commands(code: str) -> list[list[str]]:
     """The words of every `nsa …` in a block, also in $(…); comments, redirections and what follows a pipe left out."""
     joined = code.replace("\\\n", " ")
-    found = []
+    commands = []
     for line in joined.splitlines():
         for part in re.split(r"\|\||&&|[|;&)]|\$\(", line.partition(" #")[0]):
             words = part.split()
             if words[:1] == ["nsa"]:
-                found.append(words[1:])
-    return found
+                commands.append(words[1:])
+    return commands
 
 
 def tokenizer_command(path: Path) -> tuple[str, str]:

@@ -21,10 +21,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = shared / "site"
     with file_lock(shared / "site.lock"):
         if not (built / "searchindex.js").is_file():
-            kept = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
             done = subprocess.run(
                 [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", shared / "doctrees", "docs", built],
-                cwd=ROOT, env=kept | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
+                cwd=ROOT, env=inherited | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
                 text=True, capture_output=True,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-5000:]

@@ -36,10 +36,10 @@ def test_every_command_and_the_example_run(tmp_path, monkeypatch, capsys):
     for words in commands:
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, f"{words}\n{done.output}\n{done.exception!r}"
-    (found,) = read_evaluations(run)
-    assert set(found.far_tasks) == set(FAR_TASKS)
-    assert found.held_out["seq_len"] == 128
-    assert found.agreement["rows"] == 8
+    (evaluation,) = read_evaluations(run)
+    assert set(evaluation.far_tasks) == set(FAR_TASKS)
+    assert evaluation.held_out["seq_len"] == 128
+    assert evaluation.agreement["rows"] == 8
     (example,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     capsys.readouterr()
     exec(compile(example, str(PAGE), "exec"), {})

@@ -36,8 +36,8 @@ console.log(JSON.stringify(pages));
 
 @pytest.mark.parametrize("asked", NEWCOMER_QUESTIONS, ids=lambda asked: asked.question)
 def test_a_question_finds_the_page_that_answers(site: Path, asked):
-    found = find_pages(read_index(site), asked.question)
-    assert asked.page in found[:SHOWN]
+    pages = find_pages(read_index(site), asked.question)
+    assert asked.page in pages[:SHOWN]
     assert line_of_answer(ROOT / "docs", asked) is not None
 
 

@@ -126,8 +126,8 @@ def test_no_other_number_is_in_the_prose():
     known |= {length.removesuffix("k") for length in LENGTHS}
     known |= {ratio for row in TABLE.values() for ratio in row.values()}
     known |= set(re.findall(r"\d+", " ".join(CONFIGS)))
-    found = {number.rstrip(".,") for number in re.findall(r"\d[\d,.]*", prose())}
-    assert found <= known, sorted(found - known)
+    numbers = {number.rstrip(".,") for number in re.findall(r"\d[\d,.]*", prose())}
+    assert numbers <= known, sorted(numbers - known)
 
 
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)

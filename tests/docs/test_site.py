@@ -85,18 +85,20 @@ def test_files_outside_docs_are_in_the_site(site: Path):
 
 
 def test_the_site_loads_nothing_from_another_host(site: Path):
-    class Loaded(HTMLParser):
-        found: list[str]
+    class ResourceParser(HTMLParser):
+        addresses: list[str]
 
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
             if tag in ("script", "link", "img", "iframe"):
-                self.found += [value for name, value in attrs if name in ("src", "href") and value and "//" in value]
+                self.addresses += [
+                    value for name, value in attrs if name in ("src", "href") and value and "//" in value
+                ]
 
     for page in site.rglob("*.html"):
-        parser = Loaded()
-        parser.found = []
+        parser = ResourceParser()
+        parser.addresses = []
         parser.feed(page.read_text(encoding="utf-8"))
-        assert parser.found == [], page
+        assert parser.addresses == [], page
 
 
 def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
@@ -109,11 +111,11 @@ def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):
     )
     command = [sys.executable, "-m", "sphinx", "-W", "-q", tmp_path, tmp_path / "out"]
     subprocess.run(command, cwd=ROOT, check=True, env={"PYTHONPATH": import_path()})
-    found = targets(tmp_path / "out" / "index.html").links
+    links = targets(tmp_path / "out" / "index.html").links
     assert {
         "https://example.org/blob/main/packages/nsa-attention/nsa/errors.py",
         "https://example.org/blob/main/ops/grafana",
-    } <= set(found)
+    } <= set(links)
     assert not (tmp_path / "out" / "repository").exists()
     (tmp_path / "index.md").write_text("# Page\n\n[code](../nsa/missing.py)\n")
     assert subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": import_path()}, capture_output=True).returncode != 0

@@ -49,10 +49,10 @@ def forked(command, *, check, stdout, env=os.environ, stderr=None):
 def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     """A run without results is left out."""
     monkeypatch.chdir(tmp_path)
-    given = yaml.safe_load((tables.HERE / "tables.yaml").read_text())["far_recall"]
-    given |= dict(config=str(tables.HERE / given["config"]), settings=list(TINY), seeds=[0])
-    given["variants"] = {"dense": ["model.attention=dense"], "nsa": ["nsa.kv=shared", "nsa.n_sel=4"]}
-    (tmp_path / "tables.yaml").write_text(yaml.safe_dump({"tiny": given}))
+    section = yaml.safe_load((tables.HERE / "tables.yaml").read_text())["far_recall"]
+    section |= dict(config=str(tables.HERE / section["config"]), settings=list(TINY), seeds=[0])
+    section["variants"] = {"dense": ["model.attention=dense"], "nsa": ["nsa.kv=shared", "nsa.n_sel=4"]}
+    (tmp_path / "tables.yaml").write_text(yaml.safe_dump({"tiny": section}))
     table = tables.read_tables(tmp_path / "tables.yaml")["tiny"]
     dense, nsa = table.chosen(None, None)
     assert "--resume" not in dense.command
@@ -83,9 +83,9 @@ def test_runs_train_and_give_a_table(tmp_path, monkeypatch):
     assert sum(cell.questions for cell in cells) == 3 * 16
     assert {cell.depth for cell in cells} <= set(range(depth_map.DEPTHS))
     depth_map.write_cells(tmp_path / "depths.csv", cells)
-    kept = depth_map.read_cells(tmp_path / "depths.csv")
-    assert [cell._replace(accuracy=pytest.approx(cell.accuracy, abs=1e-5)) for cell in cells] == kept
-    assert depth_map.draw_map("title", kept).count("<rect ") == 1 + len(kept)
+    read_back = depth_map.read_cells(tmp_path / "depths.csv")
+    assert [cell._replace(accuracy=pytest.approx(cell.accuracy, abs=1e-5)) for cell in cells] == read_back
+    assert depth_map.draw_map("title", read_back).count("<rect ") == 1 + len(read_back)
 
 
 def test_a_table_may_start_from_the_runs_of_another(tmp_path, monkeypatch):

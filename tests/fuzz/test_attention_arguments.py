@@ -107,25 +107,25 @@ def arguments(case: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         elif what in ("scale", "cu_seqlens", "kernels"):
             options[what] = how
     options["geometry"] = Geometry(**geometry)
-    given = [tensors[name] for name in ("q", "k", "v", "gates")]
-    return dict(zip(("q_BSHK", "k", "v", "gates_BSH3"), given, strict=True)) | options, comparable
+    operands = [tensors[name] for name in ("q", "k", "v", "gates")]
+    return dict(zip(("q_BSHK", "k", "v", "gates_BSH3"), operands, strict=True)) | options, comparable
 
 
 def test_attention_arguments(fuzz: FuzzCampaign) -> None:
     """Any arguments are refused in words, or the result is that of the reference, number by number."""
 
     def check(case: dict[str, Any]) -> None:
-        given, comparable = arguments(case)
-        out = nsa_attention(**given)
-        if (blocks := given.get("blocks")) is not None and blocks.numel():  # a block that is given twice counts once
+        call, comparable = arguments(case)
+        out = nsa_attention(**call)
+        if (blocks := call.get("blocks")) is not None and blocks.numel():  # a block that is given twice counts once
             once = blocks[0, 0, 0].unique()
-            given["blocks"] = once.expand(*blocks.shape[:3], len(once))
-        want = nsa_attention(**(given | {"kernels": "reference"}))
+            call["blocks"] = once.expand(*blocks.shape[:3], len(once))
+        want = nsa_attention(**(call | {"kernels": "reference"}))
         assert isinstance(out, Tensor)
         assert isinstance(want, Tensor)
         assert out.shape == want.shape
         assert out.dtype == want.dtype
-        if comparable and (scale := given.get("scale") or 0.0) < 10 and scale > -10:
+        if comparable and (scale := call.get("scale") or 0.0) < 10 and scale > -10:
             torch.testing.assert_close(out, want, atol=ROUNDING, rtol=ROUNDING)
             if out.requires_grad:
                 out.sum().backward()
@@ -174,8 +174,8 @@ def test_cache_arguments(fuzz: FuzzCampaign) -> None:
                     x = torch.randn(BATCH, number, WIDTH, generator=generator)
                     new = values if values is not None else [number] * BATCH
                     with torch.no_grad():
-                        given = None if values is None else torch.tensor(values, dtype=torch.int64)
-                        out = module(x, cache=cache, new_lens_B=given)
+                        new_lens = None if values is None else torch.tensor(values, dtype=torch.int64)
+                        out = module(x, cache=cache, new_lens_B=new_lens)
                         rows = [torch.cat([row, x[b, : new[b]]]) for b, row in enumerate(rows)]
                         for b, row in enumerate(rows):
                             if new[b]:

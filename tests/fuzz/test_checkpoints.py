@@ -59,23 +59,23 @@ def uses(step: Path, out: Path) -> list[Callable[[], dict[str, torch.Tensor] | N
         return load_file(out / names.MODEL_SAFETENSORS)
 
     def of_listing() -> None:
-        found = CheckpointFolder(step.parent).find_resumable(lambda path: require_trustworthy(path))
-        if found.path is None:
-            raise CheckpointError("; ".join(map(str, found.passed_over)))
+        resumable = CheckpointFolder(step.parent).find_resumable(lambda path: require_trustworthy(path))
+        if resumable.path is None:
+            raise CheckpointError("; ".join(map(str, resumable.passed_over)))
 
     return [of_trained, of_export, of_listing]
 
 
 def outcomes(step: Path, out: Path) -> tuple[list[dict[str, torch.Tensor]], list[CheckpointError]]:
-    given, refused = [], []
+    loaded, refused = [], []
     for use in uses(step, out):
         try:
             tensors = use()
             if tensors is not None:
-                given.append(tensors)
+                loaded.append(tensors)
         except CheckpointError as error:
             refused.append(error)
-    return given, refused
+    return loaded, refused
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -94,8 +94,8 @@ def test_damaged_checkpoints(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pat
     def check(edits: list[list[Any]]) -> None:
         with edited_folder(step, files, edits):
             changed = files_in(step) != files
-            given, refused = outcomes(step, tmp_path)
-            assert all(same(each, tensors) for each in given)
+            loaded, refused = outcomes(step, tmp_path)
+            assert all(same(each, tensors) for each in loaded)
             assert bool(refused) == changed
             assert not changed or require_refused(step)
             for error in refused:
@@ -112,8 +112,8 @@ def require_refused(step: Path) -> bool:
 
 
 def files_in(folder: Path) -> dict[str, bytes | None]:
-    found = (path for path in folder.rglob("*") if path.is_file() or not path.is_dir() or not any(path.iterdir()))
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+    paths = (path for path in folder.rglob("*") if path.is_file() or not path.is_dir() or not any(path.iterdir()))
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def commit(step: Path) -> None:
@@ -140,9 +140,9 @@ def test_hostile_checkpoints(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pat
         with edited_folder(step, files, [[name, "empty", names.COMMIT]]):
             (step / name).write_bytes(raw)
             commit(step)
-            given, refused = outcomes(step, tmp_path)
-            for found in given if name in (names.STATE, names.TOKENIZER) else ():
-                assert same(found, tensors)
+            loaded, refused = outcomes(step, tmp_path)
+            for value in loaded if name in (names.STATE, names.TOKENIZER) else ():
+                assert same(value, tensors)
             for error in refused:
                 raise error
 
@@ -171,8 +171,8 @@ def test_checkpoint_manifests(fuzz: FuzzCampaign, saved: SavedStep, tmp_path: Pa
     def check(raw: bytes) -> None:
         with edited_folder(step, files, [[names.COMMIT, "empty", names.COMMIT]]):
             (step / names.COMMIT).write_bytes(raw)
-            given, refused = outcomes(step, tmp_path)
-            assert all(same(each, tensors) for each in given)
+            loaded, refused = outcomes(step, tmp_path)
+            assert all(same(each, tensors) for each in loaded)
             assert raw == files[names.COMMIT] or refused or decode(raw).files == decode(files[names.COMMIT]).files
             for error in refused:
                 raise error

@@ -93,8 +93,8 @@ def test_manifests(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]], 
             for split in manifest.splits:
                 stats = length_stats(place, manifest, split)
                 assert stats.documents == manifest.totals(split)["documents"]
-            found = find_document(place, manifest, TRAIN, 3)
-            assert found.tokens >= 1
+            document = find_document(place, manifest, TRAIN, 3)
+            assert document.tokens >= 1
             first_documents(place, manifest, TRAIN, documents=2, max_tokens=10)
 
     cases = st.one_of(

@@ -36,8 +36,10 @@ PROMPTS = st.one_of(
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A run with the byte tokenizer, and one with a BPE."""
     bpe = train_bpe([SAMPLE] * 4, 330, tmp_path_factory.mktemp("bpe") / "bpe.json")
-    made = [write_run(tmp_path_factory.mktemp("run"), dim=16, n_layers=1, tokenizer=t) for t in (ByteTokenizer(), bpe)]
-    return made
+    folders = [
+        write_run(tmp_path_factory.mktemp("run"), dim=16, n_layers=1, tokenizer=t) for t in (ByteTokenizer(), bpe)
+    ]
+    return folders
 
 
 def test_prompts(fuzz: FuzzCampaign, runs: list[Path]) -> None:
@@ -94,19 +96,19 @@ def test_prompt_bytes(fuzz: FuzzCampaign, runs: list[Path], tmp_path: Path) -> N
     """`nsa generate` with a prompt in a file and on standard input: the same continuation, or both refused."""
     file = tmp_path / "prompt.txt"
 
-    def run(*words: str, given: bytes = b"") -> dict[str, Any]:
+    def run(*words: str, stdin: bytes = b"") -> dict[str, Any]:
         arguments = ["generate", str(runs[0]), "--json", "--greedy", "-n", "2", *words]
-        result = CliRunner().invoke(app, arguments, input=given)
+        result = CliRunner().invoke(app, arguments, input=stdin)
         if result.exception is not None:
             raise result.exception
-        found: dict[str, Any] = json.loads(result.stdout)
-        return found
+        output: dict[str, Any] = json.loads(result.stdout)
+        return output
 
     def check(raw: bytes) -> None:
         file.write_bytes(raw)
         from_file = run("--prompt-file", str(file))
         assert from_file["prompt"].encode() == raw.removesuffix(b"\n").removesuffix(b"\r")
-        assert run(given=raw)["tokens"] == from_file["tokens"]
+        assert run(stdin=raw)["tokens"] == from_file["tokens"]
 
     fuzz.run(st.one_of(mutated_bytes(SAMPLE.encode(), b"a\n"), st.binary(max_size=80)), check, examples=25)
 

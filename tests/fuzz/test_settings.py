@@ -51,11 +51,11 @@ DERIVED = {"train.warmup_steps", "nsa.rope_compressed"}
 
 def values_of(config: RunConfig) -> dict[str, Any]:
     def flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        found = {}
+        values = {}
         for name, value in section.items():
             key = f"{prefix}{name}"
-            found |= {key: value} if key in settings() else flat(value, f"{key}.")
-        return found
+            values |= {key: value} if key in settings() else flat(value, f"{key}.")
+        return values
 
     return flat(config.model_dump(mode="json"))
 
@@ -70,22 +70,24 @@ def test_overrides(fuzz: FuzzCampaign, tmp_path: Path) -> None:
 
     def check(overrides: list[str]) -> None:
         config = load(file, overrides=overrides)
-        given = {word.partition("=")[0].strip(): word for word in overrides}
-        found = values_of(config)
-        of_preset = {f"nsa.{key}" for preset in PRESETS.values() for key in preset} if "nsa.preset" in given else set()
-        assert {key for key in found if found[key] != plain[key]} <= given.keys() | DERIVED | of_preset
-        assert values_of(load(file, overrides=list(given.values()))) == found
-        assert all(config.origin(key) == _COMMAND_LINE for key in given)
-        assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == found
+        words_by_key = {word.partition("=")[0].strip(): word for word in overrides}
+        values = values_of(config)
+        of_preset = (
+            {f"nsa.{key}" for preset in PRESETS.values() for key in preset} if "nsa.preset" in words_by_key else set()
+        )
+        assert {key for key in values if values[key] != plain[key]} <= words_by_key.keys() | DERIVED | of_preset
+        assert values_of(load(file, overrides=list(words_by_key.values()))) == values
+        assert all(config.origin(key) == _COMMAND_LINE for key in words_by_key)
+        assert values_of(RunConfig.of_saved(config.model_dump(mode="json"))) == values
 
     fuzz.run(
         st.lists(words, min_size=1, max_size=3), check, examples=1200, good=[["train.lr=0.5"]], read_seed=json.loads
     )
 
 
-def as_yaml(given: tuple[str, str]) -> bytes:
-    section, _, name = given[0].rpartition(".")
-    line = f"{name}: {given[1]}"
+def as_yaml(pair: tuple[str, str]) -> bytes:
+    section, _, name = pair[0].rpartition(".")
+    line = f"{name}: {pair[1]}"
     for outer in reversed(section.split(".") if section else []):
         line = f"{outer}: {{{line}}}"
     return line.encode("utf-8", "surrogatepass")
@@ -110,11 +112,11 @@ def test_config_files(fuzz: FuzzCampaign, tmp_path: Path) -> None:
 
     def check(content: bytes) -> None:
         file.write_bytes(content)
-        found = values_of(load(file))
+        values = values_of(load(file))
         written = dict(leaves(yaml.load(content.decode("utf-8-sig"), Loader=yaml.BaseLoader)))  # scalars as text
         assert all(key in settings() or key in RETIRED_KEYS or text in NULLS for key, text in written.items())
         words = [f"{key}={'null' if text in NULLS else text}" for key, text in written.items() if key in settings()]
-        assert values_of(load(file, overrides=[word for word in words if "=[" not in word])) == found
+        assert values_of(load(file, overrides=[word for word in words if "=[" not in word])) == values
 
     cases = st.one_of(mutated_bytes(*SHIPPED), mutated_bytes(*SHIPPED), given_settings.map(as_yaml), recoded)
     fuzz.run(cases, check, examples=700, good=SHIPPED)
@@ -136,9 +138,9 @@ def test_environment(fuzz: FuzzCampaign, tmp_path: Path) -> None:
         if variable is not None and not variable.negated and text.strip() and text.strip() != "null":
             words = [f"{key}={text.strip()}" for key in variable.keys]
             outcomes = []
-            for given in (dict(environ=alone), dict(overrides=words)):
+            for sources in (dict(environ=alone), dict(overrides=words)):
                 try:
-                    outcomes.append(values_of(load(file, **given)))
+                    outcomes.append(values_of(load(file, **sources)))
                 except ConfigError:
                     outcomes.append(None)
             assert outcomes[0] == outcomes[1]

@@ -11,10 +11,10 @@ _WHERE = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 def programs(*names: str) -> dict[str, str]:
     """Name → path."""
-    found = {name: path for name in names if (path := shutil.which(name, path=_WHERE))}
-    if missing := [name for name in names if name not in found]:
+    paths = {name: path for name in names if (path := shutil.which(name, path=_WHERE))}
+    if missing := [name for name in names if name not in paths]:
         _missing(f"{', '.join(missing)} not found: .ci/install-apt-packages installs them, as root")
-    return found
+    return paths
 
 
 def root() -> None:

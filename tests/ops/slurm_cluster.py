@@ -157,14 +157,14 @@ class SlurmCluster:
 
     def processes(self) -> list[int]:
         mark = f"SLURM_CONF={self.folder}/".encode()
-        found = []
+        pids = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if mark in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
+                    pids.append(int(entry.name))
             except OSError:  # ended meanwhile
                 continue
-        return found
+        return pids
 
 
 class SlurmJob:

@@ -29,10 +29,10 @@ def test_the_rule_file_is_fresh():
 
 
 def test_every_condition_has_its_alert_and_there_is_no_other():
-    found = alerts(alert_rules())
-    assert found.keys() == {alert_name(name) for name in (*CONDITIONS, EXPORTER_DOWN)}
+    rules = alerts(alert_rules())
+    assert rules.keys() == {alert_name(name) for name in (*CONDITIONS, EXPORTER_DOWN)}
     for name, condition in CONDITIONS.items():
-        rule = found[alert_name(name)]
+        rule = rules[alert_name(name)]
         assert rule["labels"]["severity"] == condition.level.value
         assert rule["annotations"]["runbook_url"] == f"docs/RUNBOOK.md#{name}"
         assert "{stall" not in rule["annotations"]["summary"]

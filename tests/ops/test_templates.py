@@ -122,12 +122,14 @@ def misfits(value, shape, at=""):
             return [f"{at} is no mapping"]
         unknown = [f"{at}.{name} is unknown" for name in value.keys() - shape.keys()]
         return unknown + [
-            found for name in value.keys() & shape.keys() for found in misfits(value[name], shape[name], f"{at}.{name}")
+            misfit
+            for name in value.keys() & shape.keys()
+            for misfit in misfits(value[name], shape[name], f"{at}.{name}")
         ]
     if isinstance(shape, list):
         if not isinstance(value, list):
             return [f"{at} is no list"]
-        return [found for i, item in enumerate(value) for found in misfits(item, shape[0], f"{at}[{i}]")]
+        return [misfit for i, item in enumerate(value) for misfit in misfits(item, shape[0], f"{at}[{i}]")]
     if isinstance(shape, set):
         return [] if value in shape else [f"{at} is {value!r}, not one of {sorted(shape)}"]
     return [] if type(value) is shape else [f"{at} is {value!r}, not {shape.__name__}"]
@@ -208,14 +210,14 @@ def test_no_other_text_for_operators_starts_a_config_that_needs_a_tokenizer():
     texts = [*ROOT.glob("ops/**/*.*"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/**/*.sh")]
     with_bytes = r"(?![^\n]*data\.tokenizer=byte)"
     starts = rf"(?:launch|train|sbatch\S*|start HOST|CONFIG:|args:\n *-)[^\n]* (configs/\w+\.yaml){with_bytes}"
-    found = {
+    operator_texts = {
         str(path.relative_to(ROOT))
         for path in texts
         if path.is_file() and path.suffix != ".pyc"
         for config in re.findall(starts, path.read_text(encoding="utf-8"))
         if load(ROOT / config).data.tokenizer != "byte"
     }
-    assert found == WITH_A_TOKENIZER
+    assert operator_texts == WITH_A_TOKENIZER
 
 
 def test_skypilot_uploads_the_tokenizer_with_the_project():

@@ -62,11 +62,11 @@ def rows_of(grows: float) -> tuple[list[soak.ProcessSeries], list[dict[str, floa
 @pytest.mark.parametrize(("grows", "expected"), [(0.0, []), (0.1, ["nsa watch: open files grows by 12.0 per hour"])])
 def test_growth_is_named_per_compressed_hour(tmp_path, grows, expected):
     series, files = rows_of(grows)
-    found = soak._table(series, files, 30.0, [], tmp_path)
-    assert found["grew"] == expected
-    assert found["bytes per step"] == {"heartbeat_rank0.jsonl": 100.0}
-    assert found["compressed hours"] == 1.66
-    assert found["findings"] == []
+    table = soak._table(series, files, 30.0, [], tmp_path)
+    assert table["grew"] == expected
+    assert table["bytes per step"] == {"heartbeat_rank0.jsonl": 100.0}
+    assert table["compressed hours"] == 1.66
+    assert table["findings"] == []
 
 
 def test_a_finding_of_the_watchdog_is_named(tmp_path):
@@ -79,9 +79,9 @@ def test_a_finding_of_the_watchdog_is_named(tmp_path):
 @pytest.mark.timeout(900)
 def test_a_short_soak_of_real_processes(tmp_path):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
-    found = soak.soak(tmp_path, minutes=2.0, speed=30.0)
-    assert found["ended"] == []
-    assert found["steps"] > 20
-    assert [row["process"] for row in found["processes"]] == [
+    table = soak.soak(tmp_path, minutes=2.0, speed=30.0)
+    assert table["ended"] == []
+    assert table["steps"] > 20
+    assert [row["process"] for row in table["processes"]] == [
         "nsa train", "nsa watch", "nsa exporter", "nsa monitor", "prometheus",
     ]  # fmt: skip

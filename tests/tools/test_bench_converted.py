@@ -32,14 +32,14 @@ def sparse(tmp_path):
 @pytest.mark.parametrize("words", [[], ["--random", "--layers", "3", "--dtype", "bf16"]])
 def test_every_length_gets_its_figures(words, sparse, tmp_path, capsys):
     file = tmp_path / "found.json"
-    found = bench_converted.main([str(sparse), *SMALL, *words, "--json", str(file)])
-    assert [cell["length"] for cell in found] == [40, 100]
-    for cell in found:
+    measured_cells = bench_converted.main([str(sparse), *SMALL, *words, "--json", str(file)])
+    assert [cell["length"] for cell in measured_cells] == [40, 100]
+    for cell in measured_cells:
         for kind, unit in (("prefill", "s"), ("decode", "ms")):
             assert cell[f"{kind}_ratio"] > 0
             assert cell[f"sparse_{kind}_{unit}"] > 0
     record = json.loads(file.read_text())
-    assert record["cells"] == found
+    assert record["cells"] == measured_cells
     # Layers 2 and 3 slide in the source; layer 1 became a window and is dense there.
     assert record["kinds"]["sparse"] == ["merged", "window", "window", "window"][: 3 if words else 4]
     assert record["kinds"]["dense"] == ["dense", "dense", "window", "window"][: 3 if words else 4]

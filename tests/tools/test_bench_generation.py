@@ -21,10 +21,10 @@ SMALL = ["--layers", "1", "--tokens", "2", "--rounds", "1", "--threads", "1", "-
 def test_every_cell_gets_its_figure(measurement, figure, cells, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_generation, "VOCABULARY", 257)
     file = tmp_path / "found.json"
-    found = bench_generation.main([measurement, *SMALL, "--context", "130", "--json", str(file)])
-    assert [cell[figure] > 0 for cell in found] == [True] * cells
+    measured_cells = bench_generation.main([measurement, *SMALL, "--context", "130", "--json", str(file)])
+    assert [cell[figure] > 0 for cell in measured_cells] == [True] * cells
     record = json.loads(file.read_text())
-    assert (record["measurement"], record["cells"]) == (measurement, found)
+    assert (record["measurement"], record["cells"]) == (measurement, measured_cells)
     assert record["machine"]["cores"] >= 1
     assert len(capsys.readouterr().out.splitlines()) == cells
 

@@ -16,11 +16,11 @@ def with_definition_lists(lines: list[str]) -> Iterator[str]:
     """The lines of a docstring, with `name: text` as the term and the definition of a list entry."""
     in_list = False
     for line in lines:
-        if found := _ARGUMENT.match(line):
+        if match := _ARGUMENT.match(line):
             if not in_list:
                 yield ""
-            yield ", ".join(f"``{name}``" for name in found[1].split(", "))
-            yield f"    {found[2]}"
+            yield ", ".join(f"``{name}``" for name in match[1].split(", "))
+            yield f"    {match[2]}"
             in_list = True
         elif in_list and line.strip() and not line.startswith(" "):
             yield ""

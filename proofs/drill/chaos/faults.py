@@ -44,10 +44,10 @@ class FaultStage:
         while time.monotonic() < until:
             yield
 
-    def until(self, what: str, found: Callable[[], _T | None], within_s: float = _READY_S) -> Iterator[None]:
+    def until(self, what: str, condition: Callable[[], _T | None], within_s: float = _READY_S) -> Iterator[None]:
         """Wait for something that must come; the drill fails otherwise."""
         until = time.monotonic() + within_s
-        while not found():
+        while not condition():
             if time.monotonic() > until:
                 raise NotObserved(f"fault {self.planned.number} ({self.planned.fault}): {what} did not come")
             yield

@@ -134,7 +134,9 @@ def read_outcome(plan: ChaosPlan, run_folder: Path, calm: Path) -> ChaosOutcome:
     ours, theirs = artifacts.step_history(run_folder), artifacts.step_history(calm)
     wall = take_snapshot(run_folder).summary.wall
     return ChaosOutcome(
-        steps_missing={rank: [step for step in steps if step not in found] for rank, found in recorded.items()},
+        steps_missing={
+            rank: [step for step in steps if step not in recorded_steps] for rank, recorded_steps in recorded.items()
+        },
         same_weights=artifacts.same_weights(run_folder, calm),
         differing_steps=[step for step in steps if ours.get(step) != theirs.get(step)],
         goodput=wall.share(TimeCause.PRODUCTIVE) if wall is not None else 0.0,

@@ -44,7 +44,7 @@ def killed_launcher(harness: DrillHarness, result: DrillResult) -> None:
     launched.wait()
     harness.wait_for("the end of both ranks", lambda: not _alive(pids))
     event = harness.wait_for(
-        "the watchdog's finding", lambda: artifacts.found(harness.run_folder, "process_gone"), watchdog
+        "the watchdog's finding", lambda: artifacts.findings_of(harness.run_folder, "process_gone"), watchdog
     )[0]
     result.detected("watchdog: process_gone", event.ts - at, within_s=3.0 + harness.slack_s)
     watchdog.kill()

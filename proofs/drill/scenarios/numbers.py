@@ -42,7 +42,7 @@ def gate_collapse(harness: DrillHarness, result: DrillResult) -> None:
     process = harness.train(*settings, fault=harness.fault(FaultKind.GATE_COLLAPSE, first_batch=10))
     result.require_equal("exit code", process.wait(), ExitCode.HALTED)
     conditions = ("gate_collapse_critical", "gate_entropy_critical")
-    events = artifacts.found(harness.run_folder, *conditions)
+    events = artifacts.findings_of(harness.run_folder, *conditions)
     result.require(events, "the watchdog found no collapse")
     if events:
         result.detected(

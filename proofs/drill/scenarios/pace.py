@@ -30,7 +30,7 @@ def hung_rank(harness: DrillHarness, result: DrillResult) -> None:
     harness.at_end(lambda: _continue(pid))
     silent_since = time.time()
     event = harness.wait_for(
-        "the watchdog's finding", lambda: artifacts.found(harness.run_folder, "heartbeat_stall"), launched
+        "the watchdog's finding", lambda: artifacts.findings_of(harness.run_folder, "heartbeat_stall"), launched
     )[0]
     result.detected("watchdog: heartbeat_stall", event.ts - silent_since, within_s=_STALL_S + harness.slack_s)
     harness.wait_for("the anomaly file", lambda: "heartbeat_stall" in artifacts.anomaly(harness.run_folder), launched)
@@ -66,7 +66,7 @@ def slow_rank(harness: DrillHarness, result: DrillResult) -> None:
     harness.watch()
     launched = harness.launch(nproc=2, fault=harness.fault(FaultKind.SLOW_RANK, rank=1, seconds=0.1))
     result.require_equal("exit code", launched.wait(), 0)
-    events = artifacts.found(harness.run_folder, "straggler")
+    events = artifacts.findings_of(harness.run_folder, "straggler")
     result.require(events, "the watchdog found no straggler")
     if events:
         result.detected("watchdog: straggler", events[0].ts - harness.injected_at(), within_s=harness.slack_s)

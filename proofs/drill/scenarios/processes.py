@@ -42,7 +42,7 @@ def killed_trainer(harness: DrillHarness, result: DrillResult) -> None:
     process.send(signal.SIGKILL)
     result.require_equal("exit code", process.wait(), -signal.SIGKILL)
     event = harness.wait_for(
-        "the watchdog's finding", lambda: artifacts.found(harness.run_folder, "process_gone"), watchdog
+        "the watchdog's finding", lambda: artifacts.findings_of(harness.run_folder, "process_gone"), watchdog
     )[0]
     result.detected("watchdog: process_gone", event.ts - at, within_s=_GONE_S + harness.slack_s)
     # The watchdog counts from the last beat, which on a slow machine is well before the kill.

@@ -85,7 +85,7 @@ def wrong_store_secret(harness: DrillHarness, result: DrillResult) -> None:
     process = harness.train(f"train.checkpoint_store={_STORE}")
     harness.wait_for("the first copy", lambda: _copied(store), process)
     at, store.secret = time.time(), _OTHER_SECRET
-    findings = harness.wait_for("a finding", lambda: artifacts.found(harness.run_folder, "copy_failed"), watchdog)
+    findings = harness.wait_for("a finding", lambda: artifacts.findings_of(harness.run_folder, "copy_failed"), watchdog)
     result.detected("preflight; if revoked later, watchdog: copy_failed", findings[0].ts - at, within_s=60)
     finish(harness, result, process, same_as_undisturbed=True)
     copied, reported = _copied(store), process.output().count("was not copied")

@@ -69,7 +69,7 @@ def clock_jump(harness: DrillHarness, result: DrillResult) -> None:
     fault = harness.fault(FaultKind.CLOCK_JUMP, first_batch=10, seconds=_JUMP_S)
     process = harness.train(fault=fault)
     result.require_equal("exit code", process.wait(), 0)
-    events = harness.wait_for("the watchdog's finding", lambda: artifacts.found(harness.run_folder, "clock_skew"))
+    events = harness.wait_for("the watchdog's finding", lambda: artifacts.findings_of(harness.run_folder, "clock_skew"))
     # Both ends by the clock of the drill, which did not jump.
     result.detected("watchdog: clock_skew", events[0].ts - harness.injected_at(), within_s=harness.slack_s)
     others = {str(e.details.get("condition")) for e in artifacts.findings(harness.run_folder)} - {"clock_skew"}

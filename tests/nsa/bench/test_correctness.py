@@ -20,8 +20,8 @@ def task(op="attention", **changes):
 
 
 def run(implementations, what):
-    found = measure(what, implementations, data="random", threads=1, budget_s=0.0, peaks=None, log=lambda text: None)
-    return {entry.name: entry for entry in found.entries}
+    measured = measure(what, implementations, data="random", threads=1, budget_s=0.0, peaks=None, log=lambda text: None)
+    return {entry.name: entry for entry in measured.entries}
 
 
 def spoiled(implementation, spoil, op="attention"):

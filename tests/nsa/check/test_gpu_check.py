@@ -307,10 +307,10 @@ def test_exchanged_blocks_are_judged_in_packed_documents_too():
 
 def test_predictions_are_found_by_the_words_of_the_gpus_name():
     task = BenchTask("attention", SHAPES["base"], 8192, "bf16", device="cuda")
-    found = speed.modelled(task, "NVIDIA A100-SXM4-80GB")
-    assert found is not None
-    assert found["ratio"] == found["dense_seconds"] / found["seconds"] > 1
-    assert found != speed.modelled(task, "NVIDIA H100 80GB HBM3")
+    prediction = speed.modelled(task, "NVIDIA A100-SXM4-80GB")
+    assert prediction is not None
+    assert prediction["ratio"] == prediction["dense_seconds"] / prediction["seconds"] > 1
+    assert prediction != speed.modelled(task, "NVIDIA H100 80GB HBM3")
     assert speed.modelled(task, "AMD Instinct MI300X") is not None
     assert speed.modelled(task, "NVIDIA T4") is None
     assert speed.modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None

@@ -30,8 +30,8 @@ def figures(shape: KernelShape = SHAPE, dtype: torch.dtype = torch.float32) -> l
     return [f for part in kernel_checks.parts(case, CPU, dtype, "cpu") for f in kernel_checks.check_part(part, CPU)]
 
 
-def wrong(found: list[CheckResult]) -> set[str]:
-    return {figure.claim for figure in found if not figure.holds}
+def wrong(results: list[CheckResult]) -> set[str]:
+    return {figure.claim for figure in results if not figure.holds}
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def replaced(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_right_backend_holds_in_every_part(dtype):
-    found = figures(dtype=dtype)
-    assert wrong(found) == set()
-    judged = {figure.claim for figure in found}
+    results = figures(dtype=dtype)
+    assert wrong(results) == set()
+    judged = {figure.claim for figure in results}
     for branch in ("compressed", "selected", "sliding"):
         for name in ("out", "dq", "dk", "dv", "lse", "dq, lse used", "dk, lse used"):
             assert f"{branch} {name}" in judged

@@ -253,11 +253,18 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kept = clean_environment(interpret=False)
-    assert kept["CUDA_VISIBLE_DEVICES"] == "3"
-    assert kept["CUDA_HOME"] == "1"
-    assert not kept.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "NSA_KERNEL"}
-    assert "TRITON_INTERPRET" not in kept
+    environment = clean_environment(interpret=False)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment["CUDA_HOME"] == "1"
+    assert not environment.keys() & {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "TORCHELASTIC_RUN_ID",
+        "NSA_KERNEL",
+    }
+    assert "TRITON_INTERPRET" not in environment
     assert clean_environment(interpret=True)["TRITON_INTERPRET"] == "1"
 
 
@@ -323,12 +330,12 @@ def test_a_foreign_record_is_ignored(tmp_path, caplog):
 
 def test_a_busy_gpu_is_tried_again_later_and_other_failures_are_kept(tmp_path):
     store = RecordStore(tmp_path, KEY)
-    for transient, age, kept in ((True, 0, True), (True, 3600, False), (False, 3600, True)):
+    for transient, age, remembered in ((True, 0, True), (True, 3600, False), (False, 3600, True)):
         failed = dataclasses.replace(
             RIGHT, passed=False, reason="no", transient=transient, time=time.time() - age
         )  # fmt: skip
         store.write(failed)
-        assert store.read() == (failed if kept else None)
+        assert store.read() == (failed if remembered else None)
 
 
 def test_what_was_checked_on_a_gpu_is_listed(tmp_path):

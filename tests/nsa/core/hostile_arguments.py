@@ -80,7 +80,7 @@ def new_lens_of_a_chunk(values: list[int]) -> None:
 
 @attack("scalar", "[1]", "[3]", "[2, 1]", "float", "bool", "meta")
 def new_lens_that_are_no_lengths(kind: str) -> None:
-    given = {
+    lengths = {
         "scalar": torch.tensor(1),
         "[1]": torch.ones(1, dtype=torch.int64),
         "[3]": torch.ones(3, dtype=torch.int64),
@@ -90,7 +90,7 @@ def new_lens_that_are_no_lengths(kind: str) -> None:
         "meta": torch.ones(2, dtype=torch.int64, device="meta"),
     }
     module = make()
-    steps(module, filled(module, 2), 2, new_lens_B=given[kind])
+    steps(module, filled(module, 2), 2, new_lens_B=lengths[kind])
 
 
 @attack()
@@ -166,11 +166,11 @@ def given_blocks_far_outside(block: int) -> bool:
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 40, 6, 8), torch.randn(2, 40, 2, 8), torch.randn(2, 40, 2, 6)
     blocks = torch.tensor([0, block]).expand(2, 40, 2, 2)
-    made = [
+    outputs = [
         selected_attention(q, k, v, blocks, geometry=make().geometry, kernels=backend)
         for backend in ("cpu", "reference")
     ]
-    return torch.allclose(*made, atol=1e-5)
+    return torch.allclose(*outputs, atol=1e-5)
 
 
 @attack()
@@ -328,18 +328,18 @@ def tensors(T: int = 40, V: int = 6) -> dict[str, Tensor]:
 GEOMETRY = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=12)
 
 
-def run(branch: str, backend: str, given: dict[str, Tensor], geometry: Geometry = GEOMETRY) -> Any:
+def run(branch: str, backend: str, operands: dict[str, Tensor], geometry: Geometry = GEOMETRY) -> Any:
     names = {"select": ("q", "k", "pos", "start"), "selected": ("q", "k", "v", "idx", "pos", "start")}
     order = names.get(branch, ("q", "k", "v", "pos", "start"))
     function = getattr(BACKENDS[backend].functions, branch)
-    return function(*(given[name] for name in order), geometry=geometry, scale=0.3)
+    return function(*(operands[name] for name in order), geometry=geometry, scale=0.3)
 
 
-def agrees(branch: str, given: dict[str, Tensor]) -> bool:
+def agrees(branch: str, operands: dict[str, Tensor]) -> bool:
     """Output and gradients are the reference's."""
     results = []
     for backend in ("cpu", "reference"):
-        leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in given.items()}
+        leaves = {name: x.clone().requires_grad_(x.is_floating_point()) for name, x in operands.items()}
         out = run(branch, backend, leaves)
         if branch == "select":
             results.append([out])
@@ -351,40 +351,42 @@ def agrees(branch: str, given: dict[str, Tensor]) -> bool:
 
 @attack([0, 4, 10**8, 10**8 + 3], [-7, 2, 3, 2**30])
 def blocks_past_the_keys(idx: list[int]) -> bool:
-    given = tensors()
-    given["pos"] += 2**39
-    given["idx"] = torch.tensor(idx, dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
-    return agrees("selected", given)
+    operands = tensors()
+    operands["pos"] += 2**39
+    operands["idx"] = torch.tensor(idx, dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
+    return agrees("selected", operands)
 
 
 @attack()
 def a_document_that_begins_far_before_the_keys() -> bool:
-    given = tensors()
-    given["start"] -= 10**9
-    given["pos"] += 10**9
-    given["idx"] = torch.tensor([0, 1, 10**9 // 8, 10**9 // 8 + 2], dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
-    return agrees("selected", given)
+    operands = tensors()
+    operands["start"] -= 10**9
+    operands["pos"] += 10**9
+    operands["idx"] = (
+        torch.tensor([0, 1, 10**9 // 8, 10**9 // 8 + 2], dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
+    )
+    return agrees("selected", operands)
 
 
 @attack(*((b, x) for b in ("sliding", "compressed", "selected") for x in (HUGE, -HUGE, 2**63 - 1, -(2**63))))
 def positions_that_overflow(case: tuple[str, int]) -> None:
-    given = tensors()
-    given["pos"] = torch.full_like(given["pos"], case[1])
-    run(case[0], "cpu", given)
+    operands = tensors()
+    operands["pos"] = torch.full_like(operands["pos"], case[1])
+    run(case[0], "cpu", operands)
 
 
 @attack(*((b, x) for b in ("sliding", "compressed", "select", "selected") for x in (HUGE, -HUGE, 2**63 - 1, -(2**63))))
 def documents_that_overflow(case: tuple[str, int]) -> None:
-    given = tensors()
-    given["start"] = torch.full_like(given["start"], case[1])
-    run(case[0], "cpu", given)
+    operands = tensors()
+    operands["start"] = torch.full_like(operands["start"], case[1])
+    run(case[0], "cpu", operands)
 
 
 @attack()
 def a_choice_far_past_the_keys() -> None:
-    given = tensors()
-    given["pos"] += 10_000_000
-    run("select", "cpu", given)
+    operands = tensors()
+    operands["pos"] += 10_000_000
+    run("select", "cpu", operands)
 
 
 BAD_SIZES = (
@@ -440,10 +442,10 @@ SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Tensor]]] = {
 
 @attack(*SHAPES)
 def tensors_that_do_not_fit(kind: str) -> None:
-    given = tensors()
+    operands = tensors()
     name, change = SHAPES[kind]
-    given[name] = change(given)
-    run("selected", "cpu", given)
+    operands[name] = change(operands)
+    run("selected", "cpu", operands)
 
 
 @attack("k", "v", "pos")
@@ -458,12 +460,12 @@ def tensors_on_another_device(name: str) -> None:
 def gradients_of_other_tensors(which: str) -> None:
     x = tensors()
     out, lse = torch.randn(2, 9, 2, 3, 6), torch.randn(2, 9, 2, 3)
-    given = dict(out=out, lse=lse, dout=out.clone(), dlse=lse.clone())
+    saved = dict(out=out, lse=lse, dout=out.clone(), dlse=lse.clone())
     if which == "dtype":
-        given["lse"] = lse.bfloat16()
+        saved["lse"] = lse.bfloat16()
     else:
-        given[which] = given[which][:1, :2]
-    cpu.attend_backward(branch_inputs("sliding", x, GEOMETRY), *given.values())
+        saved[which] = saved[which][:1, :2]
+    cpu.attend_backward(branch_inputs("sliding", x, GEOMETRY), *saved.values())
 
 
 @attack("gates", "gates per group", "branch", "dtype", "dout")
@@ -497,14 +499,14 @@ def a_decoder_given_what_does_not_fit(which: str) -> None:
         if which == "tokens":
             decoder.append(tuple(x[:1] for x in streams))
         decoder.append(streams)
-        given = dict(
+        arguments = dict(
             queries=(q[:1], gates),
             gates=(q, gates[:1]),
             heads=(q[:, :, :, :1], gates),
             tokens=(q, gates),
             dtype=(q.bfloat16(), gates),
         )
-        decoder.attend(*given[which])
+        decoder.attend(*arguments[which])
 
 
 def main(first: int) -> None:

@@ -29,11 +29,11 @@ LENGTHS = {"tiny": 120, "showcase": 220, "no_overlap": 100, "long_blocks": 150}
 def layer(geometry: str, seed: int = 0, **changes: Any) -> NSAAttention:
     torch.manual_seed(seed)
     arguments = attention_args(geometry, **{**COARSE[geometry], **changes})
-    made = NSAAttention(**arguments).double()
+    module = NSAAttention(**arguments).double()
     with torch.no_grad():
-        made.w_q.weight.mul_(20)  # decided scores: no near-ties
-        made.w_k.weight.mul_(20)
-    return made
+        module.w_q.weight.mul_(20)  # decided scores: no near-ties
+        module.w_k.weight.mul_(20)
+    return module
 
 
 def tokens(length: int, batch: int = 1, seed: int = 1) -> Tensor:
@@ -43,8 +43,8 @@ def tokens(length: int, batch: int = 1, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("geometry", COARSE)
 @pytest.mark.parametrize("changes", [{}, dict(kv="shared", phi="softmax")], ids=["per_branch", "shared"])
 def test_equals_the_oracle(geometry: str, changes: dict[str, Any]) -> None:
-    made, x = layer(geometry, **changes), tokens(LENGTHS[geometry])
-    weights = {name: value.numpy() for name, value in made.state_dict().items()}
+    module, x = layer(geometry, **changes), tokens(LENGTHS[geometry])
+    weights = {name: value.numpy() for name, value in module.state_dict().items()}
     arguments = attention_args(geometry, **COARSE[geometry], **changes)
     expected = oracle.nsa_layer(x[0].numpy(), weights, **arguments)
     one_level = oracle.nsa_layer(x[0].numpy(), weights, **{**arguments, "coarse_block": 0})
@@ -63,61 +63,61 @@ def test_equals_one_level_where_it_reads_all_entries(geometry: str) -> None:
 
 @pytest.mark.parametrize("geometry", COARSE)
 def test_packed_documents_do_not_see_each_other(geometry: str) -> None:
-    made, length = layer(geometry), LENGTHS[geometry]
+    module, length = layer(geometry), LENGTHS[geometry]
     cuts = [0, 3, length // 2 + 1, length // 2 + 2, length]
     x = tokens(length)
-    packed = made(x, cu_doc_lens=torch.tensor(cuts, dtype=torch.int32))
+    packed = module(x, cu_doc_lens=torch.tensor(cuts, dtype=torch.int32))
     for begin, end in pairwise(cuts):
-        torch.testing.assert_close(packed[:, begin:end], made(x[:, begin:end]), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(packed[:, begin:end], module(x[:, begin:end]), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kernels", [name for name in RUN_HERE if name != "reference"])
 def test_backends_agree_in_fp32_with_gradients(kernels: str) -> None:
     x, results = tokens(120).float(), {}
     for name in ("reference", kernels):
-        made = layer("tiny", kernels=name).float()
-        given = x.clone().requires_grad_()
-        made(given).square().sum().backward()
-        results[name] = [given.grad, *(p.grad for p in made.parameters())]
+        module = layer("tiny", kernels=name).float()
+        own_x = x.clone().requires_grad_()
+        module(own_x).square().sum().backward()
+        results[name] = [own_x.grad, *(p.grad for p in module.parameters())]
     for ours, reference in zip(results[kernels], results["reference"], strict=True):
         torch.testing.assert_close(ours, reference, atol=2e-4, rtol=1e-3)
 
 
 def test_gradcheck() -> None:
-    made = layer("tiny")
+    module = layer("tiny")
     x = tokens(60).requires_grad_()
-    assert torch.autograd.gradcheck(made, (x,), fast_mode=True, nondet_tol=1e-12)
+    assert torch.autograd.gradcheck(module, (x,), fast_mode=True, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("geometry", COARSE)
 def test_prefill_in_chunks_and_decode_equal_one_pass(geometry: str) -> None:
-    made, length = layer(geometry), LENGTHS[geometry]
+    module, length = layer(geometry), LENGTHS[geometry]
     x = tokens(length, batch=2)
-    expected, cache = made(x), made.new_cache(2, length)
+    expected, cache = module(x), module.new_cache(2, length)
     cut, parts = length - 20, []
     for begin, end in [(0, 50), (50, cut), *((t, t + 1) for t in range(cut, length))]:
-        parts.append(made(x[:, begin:end], cache=cache))
+        parts.append(module(x[:, begin:end], cache=cache))
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-9, rtol=1e-9)
 
 
 def test_compiles_without_graph_breaks() -> None:
-    made, x = layer("tiny", kernels="portable"), tokens(100)
-    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), made(x), atol=1e-12, rtol=1e-12)
+    module, x = layer("tiny", kernels="portable"), tokens(100)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x), atol=1e-12, rtol=1e-12)
 
 
 def test_reads_are_counted_and_predicted() -> None:
-    made, x = layer("showcase"), tokens(700)
-    with probing(made) as probes, torch.no_grad():
-        made(x)
+    module, x = layer("showcase"), tokens(700)
+    with probing(module) as probes, torch.no_grad():
+        module(x)
     (figures,) = [probe.figures for probe in probes.values()]
     assert int(figures["reads_act_total"]) == int(figures["reads_pred"])
-    g, coarse = made.geometry, made.coarse
+    g, coarse = module.geometry, module.coarse
     assert coarse is not None
     one_level = sum(g.total_reads(700).values())
     in_two = coarse.total_reads(g, 700)
     assert int(figures["reads_pred"]) == one_level - g.total_reads(700)["compressed"] + in_two["compressed"]
-    assert made.flops(700)["compressed"] < layer("showcase", coarse_block=0).flops(700)["compressed"]
+    assert module.flops(700)["compressed"] < layer("showcase", coarse_block=0).flops(700)["compressed"]
 
 
 @pytest.mark.parametrize("n_tokens", [1, 31, 32, 300, 1001])
@@ -141,10 +141,10 @@ def test_a_million_tokens_read_a_bounded_number_of_entries() -> None:
 def test_coarse_keys_are_means_of_whole_blocks_of_each_document() -> None:
     k_BCGK = torch.arange(11.0)[None, :, None, None]
     first_BS = torch.tensor([[0, 3, 3, 11]])  # documents of three and eight entries, and one without
-    made = coarse_keys(k_BCGK, first_BS, CoarseLevel(2, 3))[0, :, 0, 0]
-    assert made.shape == (5,)
-    assert made[0] == 0.5  # entries 0, 1
-    assert made[1:5].tolist() == [3.5, 5.5, 7.5, 9.5]  # slot 3 // 2 + j
+    means = coarse_keys(k_BCGK, first_BS, CoarseLevel(2, 3))[0, :, 0, 0]
+    assert means.shape == (5,)
+    assert means[0] == 0.5  # entries 0, 1
+    assert means[1:5].tolist() == [3.5, 5.5, 7.5, 9.5]  # slot 3 // 2 + j
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_impossible_sizes_are_refused(changes: dict[str, int], fix: str) -> None
 @pytest.mark.parametrize("documents", [None, [0, 2, 10]], ids=["rows", "packed"])
 def test_rows_without_a_compressed_entry(backend: str, documents: list[int] | None) -> None:
     """Shorter than l: there are no entries, and nothing but the other branches is attended to."""
-    made = layer("tiny", kernels=backend).float()
+    module = layer("tiny", kernels=backend).float()
     x = tokens(5, batch=2).float().requires_grad_()
-    out = made(x, cu_doc_lens=documents)
+    out = module(x, cu_doc_lens=documents)
     reference = layer("tiny", kernels="reference").float()
     expected = reference(x, cu_doc_lens=documents)
     torch.testing.assert_close(out, expected)

@@ -32,9 +32,9 @@ def test_weights_per_place_start_as_the_mean_and_are_separate_per_group():
     torch.testing.assert_close(weighted(raw, begin_BC), mean(raw, begin_BC))
     with torch.no_grad():
         weighted.w_place.zero_()[1, 2] = 3.0
-    made = weighted(raw, begin_BC)
-    assert (made[:, :, 0] == 0).all()
-    assert torch.equal(made[:, :, 1], torch.stack([3 * raw[b, begin_BC[b] + 2, 1] for b in range(2)]))
+    pooled = weighted(raw, begin_BC)
+    assert (pooled[:, :, 0] == 0).all()
+    assert torch.equal(pooled[:, :, 1], torch.stack([3 * raw[b, begin_BC[b] + 2, 1] for b in range(2)]))
 
 
 def test_softmax_weights_follow_the_tokens_of_their_group():
@@ -44,12 +44,12 @@ def test_softmax_weights_follow_the_tokens_of_their_group():
     with torch.no_grad():
         phi.w_square[0] = 0  # group 0: the mean; group 1: the token whose last channel is largest
         phi.w_score[1, 2] = 1e6
-    made = phi(raw, begin_BC)
-    torch.testing.assert_close(made[:, :, 0], mean(raw, begin_BC)[:, :, 0])
+    pooled = phi(raw, begin_BC)
+    torch.testing.assert_close(pooled[:, :, 0], mean(raw, begin_BC)[:, :, 0])
     for b in range(2):
         for c in range(3):
             block = raw[b, begin_BC[b, c] : begin_BC[b, c] + 8, 1]
-            torch.testing.assert_close(made[b, c, 1], block[block[:, 2].argmax()])
+            torch.testing.assert_close(pooled[b, c, 1], block[block[:, 2].argmax()])
 
 
 def test_softmax_is_what_gaussian_queries_read_of_the_block():

@@ -84,16 +84,16 @@ def test_branches_by_themselves_make_up_the_whole(backend):
     entries = [compress_blocks(x, geometry=TINY) for x in (k_cmp, v_cmp)]
     blocks = nsa.select_blocks(q, entries[0], **options)
     assert torch.equal(blocks, whole.blocks)
-    made = (
+    branches = (
         nsa.compressed_attention(q, *entries, return_lse=True, **options),
         nsa.selected_attention(q, k_sel, v_sel, blocks, return_lse=True, **options),
         nsa.sliding_attention(q, k_win, v_win, return_lse=True, **options),
     )
-    mixed = sum(gates[..., i, None] * out for i, (out, _) in enumerate(made))
+    mixed = sum(gates[..., i, None] * out for i, (out, _) in enumerate(branches))
     torch.testing.assert_close(mixed, whole.out, atol=1e-5, rtol=1e-5)
-    for (_, lse), want in zip(made, whole.lse, strict=True):
+    for (_, lse), want in zip(branches, whole.lse, strict=True):
         assert torch.equal(lse, want)
-    assert torch.equal(nsa.sliding_attention(q, k_win, v_win, **options), made[2][0])
+    assert torch.equal(nsa.sliding_attention(q, k_win, v_win, **options), branches[2][0])
 
 
 def test_one_set_of_keys_is_one_for_every_branch_and_names_may_replace_the_order():
@@ -131,8 +131,8 @@ def test_packed_documents_are_as_if_alone(backend, cu):
     for begin, end in pairwise(cu):
         if begin < end:
             own_q, *own = (x[:, begin:end] for x in rows)
-            made = nsa_attention(own_q, own[:3], own[3:6], own[6], return_lse=True, return_blocks=True, **options)
-            alone.append((made.out, *made.lse, made.blocks))
+            result = nsa_attention(own_q, own[:3], own[3:6], own[6], return_lse=True, return_blocks=True, **options)
+            alone.append((result.out, *result.lse, result.blocks))
     for got, want in zip((packed.out, *packed.lse, packed.blocks), zip(*alone, strict=True), strict=True):
         torch.testing.assert_close(got.flatten(0, 1)[None], torch.cat(want, 1), atol=1e-5, rtol=1e-5)
     weight = torch.randn_like(packed.out)
@@ -141,8 +141,8 @@ def test_packed_documents_are_as_if_alone(backend, cu):
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     entries = [compress_blocks(x.detach(), geometry=TINY, cu_seqlens=cu) for x in (k[0], v[0])]
-    given = nsa_attention(q, k, v, gates, compressed=entries, cu_seqlens=cu, **options)
-    torch.testing.assert_close(given, packed.out, atol=1e-6, rtol=1e-5)
+    from_entries = nsa_attention(q, k, v, gates, compressed=entries, cu_seqlens=cu, **options)
+    torch.testing.assert_close(from_entries, packed.out, atol=1e-6, rtol=1e-5)
     blocks = nsa.select_blocks(q, entries[0], cu_seqlens=cu, **options)
     assert torch.equal(blocks, packed.blocks)
     for got, want in (
@@ -158,18 +158,18 @@ def test_packed_documents_are_as_if_alone(backend, cu):
 def test_given_blocks_replace_the_selection(backend):
     q, k, v, gates = tensors(torch.float32)
     options = dict(geometry=TINY, kernels=backend)
-    made = nsa_attention(q, k, v, gates, return_blocks=True, **options)
-    again = nsa_attention(q, k, v, gates, blocks=made.blocks, return_blocks=True, **options)
-    torch.testing.assert_close(again.out, made.out, atol=1e-6, rtol=1e-6)
-    assert torch.equal(again.blocks, made.blocks)
+    result = nsa_attention(q, k, v, gates, return_blocks=True, **options)
+    again = nsa_attention(q, k, v, gates, blocks=result.blocks, return_blocks=True, **options)
+    torch.testing.assert_close(again.out, result.out, atol=1e-6, rtol=1e-6)
+    assert torch.equal(again.blocks, result.blocks)
     # In any order, with repetitions, of any integer type and number: what is chosen is a set.
-    shuffled = torch.cat((made.blocks, made.blocks[..., :1]), -1).flip(-1).long()  # block 0 twice, the others once
+    shuffled = torch.cat((result.blocks, result.blocks[..., :1]), -1).flip(-1).long()  # block 0 twice, the others once
     torch.testing.assert_close(
-        nsa_attention(q, k, v, gates, blocks=shuffled, **options), made.out, atol=1e-6, rtol=1e-6
+        nsa_attention(q, k, v, gates, blocks=shuffled, **options), result.out, atol=1e-6, rtol=1e-6
     )
     # Blocks after the query are not seen, however far.
-    far = torch.cat((made.blocks.long(), torch.full((B, S, G, 1), 2**40)), -1)
-    torch.testing.assert_close(nsa_attention(q, k, v, gates, blocks=far, **options), made.out, atol=1e-6, rtol=1e-6)
+    far = torch.cat((result.blocks.long(), torch.full((B, S, G, 1), 2**40)), -1)
+    torch.testing.assert_close(nsa_attention(q, k, v, gates, blocks=far, **options), result.out, atol=1e-6, rtol=1e-6)
     # Block 0 alone: the selected branch sees the first l_sel tokens.
     only_first = torch.zeros(B, S, G, 1, dtype=torch.int32)
     out, lse = nsa.selected_attention(q, k[1], v[1], only_first, return_lse=True, **options)
@@ -192,8 +192,8 @@ def test_a_block_given_twice_is_read_once(backend):
     q, k, v, _ = tensors(torch.float32, batch=1, length=800)
     blocks = torch.randint(0, 100, (1, 800, G, 6), generator=torch.Generator().manual_seed(0))
     once, twice = (
-        nsa.selected_attention(q, k[1], v[1], given, geometry=TINY, kernels=name)
-        for given, name in ((blocks, "reference"), (torch.cat((blocks, blocks[..., :2]), -1), backend))
+        nsa.selected_attention(q, k[1], v[1], chosen, geometry=TINY, kernels=name)
+        for chosen, name in ((blocks, "reference"), (torch.cat((blocks, blocks[..., :2]), -1), backend))
     )
     torch.testing.assert_close(twice, once, atol=1e-5, rtol=1e-5)
 
@@ -204,8 +204,8 @@ def test_gradcheck_with_log_sum_exps(backend):
     leaves = [x[:, :, :, :].clone().requires_grad_() for x in (q, *k, *v, gates)]
 
     def run(q, k0, k1, k2, v0, v1, v2, gates):
-        made = nsa_attention(q, (k0, k1, k2), (v0, v1, v2), gates, geometry=TINY, kernels=backend, return_lse=True)
-        return made.out, *(x.where(x > -torch.inf, 0) for x in made.lse)
+        result = nsa_attention(q, (k0, k1, k2), (v0, v1, v2), gates, geometry=TINY, kernels=backend, return_lse=True)
+        return result.out, *(x.where(x > -torch.inf, 0) for x in result.lse)
 
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
@@ -226,16 +226,16 @@ def test_compiles_without_graph_breaks():
     cu = torch.tensor([0, 40, 2 * S], dtype=torch.int32)
 
     def run(q, k, v, gates, cu_seqlens, blocks):
-        made = nsa_attention(q, k, v, gates, geometry=TINY, cu_seqlens=cu_seqlens, blocks=blocks, return_lse=True)
-        return made.out, made.lse.sliding
+        result = nsa_attention(q, k, v, gates, geometry=TINY, cu_seqlens=cu_seqlens, blocks=blocks, return_lse=True)
+        return result.out, result.lse.sliding
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     blocks = nsa_attention(q, k, v, gates, geometry=TINY, return_blocks=True).blocks
-    for packing, given in ((None, None), (cu, None), (None, blocks)):
+    for packing, chosen in ((None, None), (cu, None), (None, blocks)):
         results = []
         for function in (run, compiled):
             leaf = q.clone().requires_grad_()
-            out, lse = function(leaf, tuple(k), tuple(v), gates, packing, given)
+            out, lse = function(leaf, tuple(k), tuple(v), gates, packing, chosen)
             (out.sum() + lse.sum()).backward()
             results.append((out, lse, leaf.grad))
         torch.testing.assert_close(*results)

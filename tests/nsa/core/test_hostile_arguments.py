@@ -19,18 +19,18 @@ ROOT = Path(__file__).parents[3]
 @functools.cache
 def outcomes() -> dict[str, str]:
     """What came of every attack; one that killed the process is followed by the rest in a new one."""
-    found: dict[str, str] = {}
-    while len(found) < len(ATTACKS):
-        command = [sys.executable, "-m", "tests.nsa.core.hostile_arguments", str(len(found))]
+    outcome_of: dict[str, str] = {}
+    while len(outcome_of) < len(ATTACKS):
+        command = [sys.executable, "-m", "tests.nsa.core.hostile_arguments", str(len(outcome_of))]
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
         lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
         assert lines, ended.stderr
-        found |= {line["name"]: line["outcome"] for line in lines if line["outcome"] != "started"}
+        outcome_of |= {line["name"]: line["outcome"] for line in lines if line["outcome"] != "started"}
         if lines[-1]["outcome"] == "started":
-            found[lines[-1]["name"]] = f"killed the process (code {ended.returncode}): {ended.stderr[-300:]}"
+            outcome_of[lines[-1]["name"]] = f"killed the process (code {ended.returncode}): {ended.stderr[-300:]}"
         elif ended.returncode:
-            found[lines[-1]["name"]] = f"left the process broken (code {ended.returncode}): {ended.stderr[-300:]}"
-    return found
+            outcome_of[lines[-1]["name"]] = f"left the process broken (code {ended.returncode}): {ended.stderr[-300:]}"
+    return outcome_of
 
 
 @pytest.mark.parametrize("name", ATTACKS)

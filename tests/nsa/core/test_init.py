@@ -48,19 +48,19 @@ def test_the_default_draws_normal_weights_of_0_02_module_by_module():
 def test_the_standard_deviation_reaches_every_drawn_weight(options):
     require_raised(transformer(**options), transformer(**options, init_std=RAISED))
     for part in (LlamaBlockNSA, NSAAttention):
-        made = []
+        modules = []
         for change in ({}, {"init_std": RAISED}):
             torch.manual_seed(4)
-            made.append(nn.ModuleDict({"attention": part(**attention_args("tiny", **options, **change))}))
-        require_raised(*made)
+            modules.append(nn.ModuleDict({"attention": part(**attention_args("tiny", **options, **change))}))
+        require_raised(*modules)
 
 
 @pytest.mark.parametrize("std", [0, 0.0, -0.02, math.nan, math.inf])
-@pytest.mark.parametrize("made", [NSAAttention, LlamaBlockNSA, transformer])
-def test_a_standard_deviation_that_is_none_is_refused(made, std):
-    args = dict(init_std=std) if made is transformer else attention_args("tiny", init_std=std)
+@pytest.mark.parametrize("constructor", [NSAAttention, LlamaBlockNSA, transformer])
+def test_a_standard_deviation_that_is_none_is_refused(constructor, std):
+    args = dict(init_std=std) if constructor is transformer else attention_args("tiny", init_std=std)
     with pytest.raises(ConfigError, match=rf"init_std \({std}\)"):
-        made(**args)
+        constructor(**args)
 
 
 @pytest.mark.parametrize("per", GATES_PER)
@@ -73,10 +73,10 @@ def test_the_sliding_gate_starts_where_it_is_told(per):
     assert weights.tolist() == pytest.approx([(1 - share) / 2, (1 - share) / 2, share], abs=2e-3)
 
 
-@pytest.mark.parametrize("given", [math.nan, math.inf])
-def test_a_sliding_gate_that_starts_nowhere_is_refused(given):
+@pytest.mark.parametrize("gate_init", [math.nan, math.inf])
+def test_a_sliding_gate_that_starts_nowhere_is_refused(gate_init):
     with pytest.raises(ConfigError, match="sliding_gate_init"):
-        NSAAttention(**attention_args("tiny", sliding_gate_init=given))
+        NSAAttention(**attention_args("tiny", sliding_gate_init=gate_init))
 
 
 def test_a_layer_without_a_window_has_no_gate_for_it():

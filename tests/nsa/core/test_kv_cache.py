@@ -268,7 +268,7 @@ def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes
             good = [int(torch.randint(0, n - n // 2 + 1, (), generator=generator)) for _ in at]
             for b, t in enumerate(at):
                 torch.testing.assert_close(out[b, : n - n // 2], want[b, t : t + n - n // 2], atol=2e-5, rtol=1e-5)
-            at = [t + kept for t, kept in zip(at, good, strict=True)]
+            at = [t + accepted for t, accepted in zip(at, good, strict=True)]
             cache.crop(at)
             assert cache.length_B.tolist() == at
         got = follow(module, cache, x, at, 30)

@@ -29,11 +29,11 @@ OPTIONS = {
 
 def layer(kind, dtype=torch.float64, **changes):
     torch.manual_seed(1)
-    made = NSAAttention(DIM, **{**SIZES, **changes}, kind=kind).to(dtype)
+    module = NSAAttention(DIM, **{**SIZES, **changes}, kind=kind).to(dtype)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return made
+    return module
 
 
 def inputs(batch=2, length=LENGTH, dtype=torch.float64):
@@ -215,13 +215,13 @@ def test_a_cache_of_another_kind_is_refused():
 def test_parameters_are_a_part_of_those_of_an_nsa_layer(kind, branches):
     options = {"kv": "per_branch", "phi": "mlp", "qk_norm": True, "bias": True}
     whole = layer("nsa", **options)
-    made = layer_of_kind(kind, whole)
-    of_whole, mine = dict(whole.named_parameters()), dict(made.named_parameters())
+    part = layer_of_kind(kind, whole)
+    of_whole, mine = dict(whole.named_parameters()), dict(part.named_parameters())
     for name in ("w_q.weight", "w_q.bias", "w_out.weight", "q_norm.weight", "k_norm.weight"):
         assert torch.equal(mine[name], of_whole[name])
-    assert made.w_k.out_features == 2 * 8 * branches
-    assert (made.gates is not None) == (kind == "global") == any(name.startswith("phi") for name in mine)
-    k_whole, k_mine = (m.w_k.weight.view(2, -1, 8, DIM) for m in (whole, made))
+    assert part.w_k.out_features == 2 * 8 * branches
+    assert (part.gates is not None) == (kind == "global") == any(name.startswith("phi") for name in mine)
+    k_whole, k_mine = (m.w_k.weight.view(2, -1, 8, DIM) for m in (whole, part))
     own = [0, 1] if kind == "global" else [2]
     assert torch.equal(k_mine, k_whole[:, own])
 

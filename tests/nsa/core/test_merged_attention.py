@@ -29,11 +29,11 @@ COVERED = 4 * 8 + 12
 
 def layer(dtype=torch.float64, seed=1, **changes) -> NSAAttention:
     torch.manual_seed(seed)
-    made = NSAAttention(DIM, **{**SIZES, **changes}, kind="merged").to(dtype)
+    module = NSAAttention(DIM, **{**SIZES, **changes}, kind="merged").to(dtype)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    return made
+    return module
 
 
 def inputs(batch=2, length=COVERED, dtype=torch.float64, seed=2):
@@ -263,10 +263,10 @@ def test_merging_with_nothing_changes_nothing():
     one, other = torch.randn(2, 1, 3, 1, 1, 4, requires_grad=True).unbind(0)
     lse = torch.tensor([-torch.inf, 0.5, -torch.inf]).view(1, 3, 1, 1).requires_grad_()
     lse_other = torch.tensor([0.5, -torch.inf, -torch.inf]).view(1, 3, 1, 1)
-    made = merge(one, lse, other, lse_other)
-    assert torch.equal(made[0, 0], other[0, 0])
-    assert torch.equal(made[0, 1], one[0, 1])
-    assert torch.autograd.grad(made[0, :2].sum(), lse)[0].isfinite().all()
+    merged = merge(one, lse, other, lse_other)
+    assert torch.equal(merged[0, 0], other[0, 0])
+    assert torch.equal(merged[0, 1], one[0, 1])
+    assert torch.autograd.grad(merged[0, :2].sum(), lse)[0].isfinite().all()
 
 
 def test_parameters():
@@ -277,9 +277,9 @@ def test_parameters():
     assert (module.w_k.out_features, module.w_v.out_features) == (2 * 8, 2 * 6)
     assert module.gates is None
     whole = NSAAttention(DIM, **SIZES, kv="per_branch", phi="mlp")
-    made = layer_of_kind("merged", whole)
-    assert torch.equal(made.w_k.weight.view(2, 8, DIM), whole.w_k.weight.view(2, 3, 8, DIM)[:, 1])
-    assert torch.equal(made.phi_k.w_in, whole.phi_k.w_in)
+    part = layer_of_kind("merged", whole)
+    assert torch.equal(part.w_k.weight.view(2, 8, DIM), whole.w_k.weight.view(2, 3, 8, DIM)[:, 1])
+    assert torch.equal(part.phi_k.w_in, whole.phi_k.w_in)
 
 
 def test_the_cache_holds_no_compressed_values():

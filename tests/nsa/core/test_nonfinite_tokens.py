@@ -78,11 +78,11 @@ def test_rows_of_a_cache_stay_clean(backend, kind, pages):
     bad[1, 20], lengths = torch.nan, torch.tensor([40, 37])
     bad[1, 37:40] = torch.nan
     outs = []
-    for given in (bad, x):
+    for prompt in (bad, x):
         cache = module.new_cache(2, 64, pages=pages)
-        made = [module(given[:, :40], cache=cache, new_lens_B=lengths)[0]]
-        made += [module(x[:, t : t + 1], cache=cache)[0] for t in range(40, 48)]
+        parts = [module(prompt[:, :40], cache=cache, new_lens_B=lengths)[0]]
+        parts += [module(x[:, t : t + 1], cache=cache)[0] for t in range(40, 48)]
         cache.reset([1])
-        made += [module(x[:, t : t + 1], cache=cache).flatten(0, 1) for t in range(48, 62)]
-        outs.append(torch.cat(made))
+        parts += [module(x[:, t : t + 1], cache=cache).flatten(0, 1) for t in range(48, 62)]
+        outs.append(torch.cat(parts))
     torch.testing.assert_close(*outs)

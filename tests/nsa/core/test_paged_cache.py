@@ -115,14 +115,14 @@ def unless_refused(module, x, cache, new_lens):
 
 def rows_copied(module, cache, order):
     """A cache with all pages in order whose row i is that cache's row order[i]."""
-    made = module.new_cache(BATCH, MAX_LEN, REWIND)
+    copied = module.new_cache(BATCH, MAX_LEN, REWIND)
     assert cache.page_table.in_order
-    for new, old in zip(made._all_slots(), cache._all_slots(), strict=True):
+    for new, old in zip(copied._all_slots(), cache._all_slots(), strict=True):
         new.in_place().copy_(old.in_place()[order])
     for name in ("length_B", "n_compressed_B", "_highest_B"):
-        getattr(made, name).copy_(getattr(cache, name)[order])
-    made._longest = cache._longest
-    return made
+        getattr(copied, name).copy_(getattr(cache, name)[order])
+    copied._longest = cache._longest
+    return copied
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -192,14 +192,16 @@ def test_grown_and_picked_caches_of_reordered_rows_go_on(pages):
         cache.reorder([2, 0, 0])
         rows = torch.cat((x[2:, :14], x[2:, :7]), 1), x[:1, :21], x[:1, :21]
         new = torch.randn(4, 20, 24)
-        for made, order in ((cache.grown(max_len=60), [0, 1, 2]), (cache.picked([1, 0, 1, 2]), [1, 0, 1, 2])):
-            got = torch.cat([module(part, cache=made) for part in new[: len(order), :15].split([6, *[1] * 9], 1)], 1)
+        for new_cache, order in ((cache.grown(max_len=60), [0, 1, 2]), (cache.picked([1, 0, 1, 2]), [1, 0, 1, 2])):
+            got = torch.cat(
+                [module(part, cache=new_cache) for part in new[: len(order), :15].split([6, *[1] * 9], 1)], 1
+            )
             for i, row in enumerate(order):
                 n = 14 if row == 0 else 21
                 want = module(torch.cat((rows[row][:, :n], new[i : i + 1, :15]), 1))[0, n:]
                 torch.testing.assert_close(got[i], want, atol=1e-5, rtol=1e-5)
-            made.reset()
-            assert made.page_table.n_free == (pages or 0)
+            new_cache.reset()
+            assert new_cache.page_table.n_free == (pages or 0)
         assert cache.length_B.tolist() == [14, 21, 21]
 
 
@@ -235,11 +237,11 @@ def test_a_page_number_outside_the_pool_is_refused_by_the_kernel():
         module(torch.randn(2, 40, 24), cache=cache)
         module(torch.randn(2, 1, 24), cache=cache)
         for page in (-1, 18, 2**30):
-            kept = cache.page_table.table_BP.clone()
+            original = cache.page_table.table_BP.clone()
             cache.page_table.table_BP[1, 2] = page
             with pytest.raises(ConfigError, match="page"):
                 module(torch.randn(2, 1, 24), cache=cache)
-            cache.page_table.table_BP.copy_(kept)
+            cache.page_table.table_BP.copy_(original)
 
 
 @pytest.mark.parametrize("pages", [0, -1])

@@ -189,8 +189,8 @@ def test_external_cos_and_sin_take_the_place_of_the_modules_own(changes):
     doubled = [torch.cat((table, table), -1) for table in tables]
     want = other(x)
     assert not torch.allclose(module(x), want, atol=1e-3)
-    for given in (tables, doubled, [table[0] for table in doubled], [table.expand(2, -1, -1) for table in tables]):
-        torch.testing.assert_close(module(x, position_embeddings=given), want, atol=1e-12, rtol=1e-10)
+    for embeddings in (tables, doubled, [table[0] for table in doubled], [table.expand(2, -1, -1) for table in tables]):
+        torch.testing.assert_close(module(x, position_embeddings=embeddings), want, atol=1e-12, rtol=1e-10)
 
 
 def test_positions_that_a_cache_cannot_follow_are_refused():

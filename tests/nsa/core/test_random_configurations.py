@@ -147,16 +147,18 @@ class Case:
 
     def expected(self, module: NSAAttention, rows: list[Tensor], gaps: list[list[list[float]]]) -> list[np.ndarray]:
         weights = {name: value.detach().double().numpy() for name, value in module.state_dict().items()}
-        given, outputs = self.arguments, []
+        arguments, outputs = self.arguments, []
         for row, of_tokens in zip(rows, gaps, strict=True):
             x = row.detach().double().numpy()
             if self.kind in ("window", "dense"):
-                outputs.append(oracle.token_layer(x, weights, **given | (dict(w=None) if self.kind == "dense" else {})))
+                outputs.append(
+                    oracle.token_layer(x, weights, **arguments | (dict(w=None) if self.kind == "dense" else {}))
+                )
             elif self.kind == "merged":
-                outputs.append(oracle.merged_layer(x, weights, **given, gaps=of_tokens))
+                outputs.append(oracle.merged_layer(x, weights, **arguments, gaps=of_tokens))
             else:
                 branches = ("cmp", "sel", "win")[: 2 if self.kind == "global" else 3]
-                outputs.append(oracle.nsa_layer(x, weights, **given, branches=branches, gaps=of_tokens))
+                outputs.append(oracle.nsa_layer(x, weights, **arguments, branches=branches, gaps=of_tokens))
         return outputs
 
 

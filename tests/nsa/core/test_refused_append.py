@@ -26,9 +26,9 @@ def state(cache):
     table = cache.page_table
     slots = []
     for x in cache._all_slots():
-        kept = x.data.clone()
-        (kept[:, table.spare] if isinstance(x, PagedSlots) else kept[:, :, x.n]).zero_()
-        slots.append(kept)
+        contents = x.data.clone()
+        (contents[:, table.spare] if isinstance(x, PagedSlots) else contents[:, :, x.n]).zero_()
+        slots.append(contents)
     counters = cache.length_B, cache.n_compressed_B, cache._highest_B, table.table_BP
     return [x.clone() for x in (*slots, *counters)], (
         [list(row) for row in table._rows], list(table._users), list(table._free), table.in_order,

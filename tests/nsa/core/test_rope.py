@@ -153,8 +153,8 @@ def test_an_accelerator_gets_the_tables_of_the_cpu(scaling, angles):
     pos = torch.tensor([[0, 1, 77, 1023, 5]])
     expected = [table.float() for table in rotary.tables(pos)]
     with pretended_cuda() as device:
-        found = rotary.tables(pos.to("cuda:0", non_blocking=True), torch.float32, limit=1024)
-    assert all(torch.equal(mine.values, its) for mine, its in zip(found, expected, strict=True))
+        tables = rotary.tables(pos.to("cuda:0", non_blocking=True), torch.float32, limit=1024)
+    assert all(torch.equal(mine.values, its) for mine, its in zip(tables, expected, strict=True))
     assert torch.float64 not in device.dtypes
     assert not device.waits
 
@@ -189,9 +189,9 @@ def test_fp32_angles_are_those_of_transformers_bit_for_bit(d_k, base, scaling, p
         theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, head_dim=d_k))
     ours = rotary_embedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k), angles="fp32")
     pos = torch.cat([torch.arange(5000), torch.arange(5000, 131_073, 97), torch.tensor([131_071, 131_072])])[None]
-    for found, wanted in zip(ours.tables(pos, torch.float32), theirs(torch.zeros(1), pos), strict=True):
-        half = found.shape[-1]
+    for table, wanted in zip(ours.tables(pos, torch.float32), theirs(torch.zeros(1), pos), strict=True):
+        half = table.shape[-1]
         assert torch.equal(wanted[..., :half], wanted[..., half:])
-        assert torch.equal(found, wanted[..., :half])
+        assert torch.equal(table, wanted[..., :half])
     exact = rotary_embedding(d_k, base, 1.0, scaling, rotary_dim=int(partial * d_k)).tables(pos, torch.float32)
-    assert not torch.equal(exact[0], found)
+    assert not torch.equal(exact[0], table)

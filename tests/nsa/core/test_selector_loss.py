@@ -82,15 +82,15 @@ def loss_of(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> torch.Tensor
 
 def gradients(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """What the selector loss alone adds to the gradients: with it minus without it."""
-    found = []
+    passes = []
     for weight in (1.0, 0.0):
         layer.selector_loss = layer.selector_weight = weight
         x = x_BSD.clone().requires_grad_()
         layer.zero_grad()
         layer(x, **options).square().sum().backward()
-        found.append(({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}, x.grad))
+        passes.append(({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}, x.grad))
     layer.selector_loss = layer.selector_weight = 1.0
-    (with_it, dx), (without, dx_without) = found
+    (with_it, dx), (without, dx_without) = passes
     return {name: with_it[name] - without[name] for name in with_it}, dx - dx_without
 
 
@@ -221,16 +221,16 @@ def test_whatever_scales_the_loss_scales_the_selector_loss(run):
             block.forward = partial(recomputed, block.forward)
         elif run == "compiled blocks":
             block.compile(backend="aot_eager")
-    found = []
+    unscaled = []
     for passes, factor in ((1, 1.0), (4, 1.0), (1, 1024.0)):
         model.zero_grad()
         for some, theirs in zip(tokens.chunk(passes), labels.chunk(passes), strict=True):
             (loss(some, theirs) * (factor / passes)).backward()
-        found.append([grad / factor for grad in phi_gradients(model)])
+        unscaled.append([grad / factor for grad in phi_gradients(model)])
     model.zero_grad()
     model.loss(tokens, labels.fill_(-100)).backward()
     assert all(grad.abs().max() == 0 for grad in phi_gradients(model))  # no label, no loss
-    for want, *others in zip(*found, strict=True):
+    for want, *others in zip(*unscaled, strict=True):
         assert want.abs().max() > 1e-4
         for other in others:
             torch.testing.assert_close(other, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
@@ -269,41 +269,43 @@ def test_recomputation_gives_the_same_gradients(reentrant):
     layer = layer_of()
     x = torch.randn(2, 90, layer.dim, dtype=torch.float64, requires_grad=True)
     want, _ = gradients(layer, x.detach())
-    found = []
+    results = []
     for recompute in (True, False):
         layer.zero_grad()
         out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
         out.square().sum().backward()
-        found.append(layer.w_k.weight.grad.clone())
+        results.append(layer.w_k.weight.grad.clone())
     assert want["w_k.weight"].abs().max() > 1e-3
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=0)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=0)
 
 
 def test_compiles_without_graph_breaks():
     layer = layer_of(backend="portable").float()
     x = torch.randn(2, 90, layer.dim)
     where = layer.locate(x)
-    found = []
+    results = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         layer.zero_grad()
         run(x, where=where).square().sum().backward()
-        found.append(layer.w_k.weight.grad.clone())
-    torch.testing.assert_close(found[0], found[1])
+        results.append(layer.w_k.weight.grad.clone())
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_the_operator_keeps_torchs_contract():
     layer = layer_of("tiny")
     seen = []
     original = module_under_test._differentiable_divergence
-    module_under_test._differentiable_divergence = lambda *given: seen.append(given) or original(*given)
+    module_under_test._differentiable_divergence = lambda *arguments: seen.append(arguments) or original(*arguments)
     try:
         layer(torch.randn(2, 60, layer.dim, dtype=torch.float64))
     finally:
         module_under_test._differentiable_divergence = original
-    (given,) = seen
-    given = tuple(x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given))
+    (arguments,) = seen
+    arguments = tuple(
+        x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(arguments)
+    )
     opcheck(
         module_under_test._divergence,
-        given,
+        arguments,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

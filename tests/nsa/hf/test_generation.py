@@ -113,10 +113,10 @@ def test_a_returned_cache_goes_on():
     model, ids = tiny_model(), prompts(1, 50)
     first = model.generate(ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     more = torch.cat([first.sequences, prompts(1, 33, seed=5)], 1)
-    kept = copy.deepcopy(first.past_key_values)
+    cache = copy.deepcopy(first.past_key_values)
     want = generated(model, more)
     assert torch.equal(generated(model, more, past_key_values=first.past_key_values), want)
-    assert torch.equal(generated(model, more, past_key_values=kept), want)
+    assert torch.equal(generated(model, more, past_key_values=cache), want)
 
 
 def test_tokens_that_the_cache_has_already_are_not_appended_again():
@@ -165,8 +165,8 @@ def test_the_text_generation_pipeline(tmp_path):
     texts = ["The quick brown fox jumps over the lazy dog", "ab", "déjà vu"]
     talk = pipeline("text-generation", model=str(tmp_path), batch_size=3)
     talk.tokenizer.padding_side = "left"
-    made = talk(texts, max_new_tokens=8, do_sample=False, return_tensors=True)
-    for text, (answer,) in zip(texts, made, strict=True):
+    answers = talk(texts, max_new_tokens=8, do_sample=False, return_tensors=True)
+    for text, (answer,) in zip(texts, answers, strict=True):
         ids = tokenizer(text, return_tensors="pt").input_ids
         want = model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
         assert [t for t in answer["generated_token_ids"] if t != 256] == [t for t in want if t != 256]
@@ -192,5 +192,5 @@ def test_methods_of_transformers_that_are_overridden_are_still_called_so(method,
 
 def test_the_cache_is_allocated_for_the_whole_request_at_once():
     model, ids = tiny_model(), prompts(2, 40)
-    made = model.generate(ids, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
-    assert made.past_key_values.layers[0]._cache.max_len == 69  # the last token is not appended
+    generation = model.generate(ids, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+    assert generation.past_key_values.layers[0]._cache.max_len == 69  # the last token is not appended

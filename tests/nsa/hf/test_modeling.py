@@ -31,7 +31,7 @@ VARIANTS = [
 def twin(model: NSAForCausalLM) -> NSATransformer:
     """The same model as the trainer builds it."""
     config = model.config
-    made = NSATransformer(
+    transformer = NSATransformer(
         config.vocab_size,
         config.attention_config(),
         config.num_hidden_layers,
@@ -43,8 +43,8 @@ def twin(model: NSAForCausalLM) -> NSATransformer:
     for name, tensor in model.state_dict().items():
         old = next(prefix for prefix in RENAMES if name.startswith(prefix))
         state[RENAMES[old] + name.removeprefix(old)] = tensor
-    made.load_state_dict(state)
-    return made.eval()
+    transformer.load_state_dict(state)
+    return transformer.eval()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -71,28 +71,28 @@ def test_padded_rows_get_the_logits_they_get_alone(side, use_cache):
 
 def test_hidden_states_are_the_embedding_each_layer_and_the_norm_last():
     model, ids = tiny_model(), prompts(2, 30)
-    made = model.model(ids, output_hidden_states=True)
-    assert len(made.hidden_states) == 3
-    assert torch.equal(made.hidden_states[0], model.model.embed_tokens(ids))
-    assert torch.equal(made.hidden_states[-1], made.last_hidden_state)
-    assert torch.equal(made.hidden_states[1], model.model.layers[0](made.hidden_states[0]))
+    output = model.model(ids, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert torch.equal(output.hidden_states[0], model.model.embed_tokens(ids))
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+    assert torch.equal(output.hidden_states[1], model.model.layers[0](output.hidden_states[0]))
     assert model(ids).hidden_states is None
 
 
-@pytest.mark.parametrize("kept", [1, 7, torch.tensor([3, 20])], ids=str)
-def test_logits_to_keep(kept):
+@pytest.mark.parametrize("logits_to_keep", [1, 7, torch.tensor([3, 20])], ids=str)
+def test_logits_to_keep(logits_to_keep):
     model, ids = tiny_model(), prompts(2, 30)
     with torch.no_grad():
         want = model(ids).logits
-        want = want[:, -kept:] if isinstance(kept, int) else want[:, kept]
-        torch.testing.assert_close(model(ids, logits_to_keep=kept).logits, want)
+        want = want[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else want[:, logits_to_keep]
+        torch.testing.assert_close(model(ids, logits_to_keep=logits_to_keep).logits, want)
 
 
 def test_a_tuple_on_request():
     model, ids = tiny_model(), prompts(1, 9)
-    made = model(ids, return_dict=False, use_cache=False)
-    assert isinstance(made, tuple)
-    assert torch.equal(made[0], model(ids, use_cache=False).logits)
+    outputs = model(ids, return_dict=False, use_cache=False)
+    assert isinstance(outputs, tuple)
+    assert torch.equal(outputs[0], model(ids, use_cache=False).logits)
 
 
 def test_own_position_ids_are_accepted_and_foreign_ones_refused():
@@ -239,17 +239,17 @@ def test_the_vocabulary_can_be_resized():
 
 def test_bf16_generates():
     model = tiny_model().to(torch.bfloat16)
-    made = model.generate(prompts(2, 40), max_new_tokens=10, do_sample=False)
-    assert made.shape == (2, 50)
+    tokens = model.generate(prompts(2, 40), max_new_tokens=10, do_sample=False)
+    assert tokens.shape == (2, 50)
 
 
 def test_the_selector_loss_trains_and_leaves_the_loss_as_it_is():
-    ids, found = prompts(2, 90), []
+    ids, results = prompts(2, 90), []
     for weight in (0.0, 1.0):
         model = tiny_model(kv="per_branch", phi="avg", selector_loss=weight).train()
         assert all(layer.attention.selector_weight == weight / len(model.model.layers) for layer in model.model.layers)
         loss = model(ids, labels=ids).loss
         loss.backward()
-        found.append((loss.item(), model.model.layers[0].attention.w_k.weight.grad))
-    assert found[0][0] == found[1][0]
-    assert not torch.equal(found[0][1], found[1][1])
+        results.append((loss.item(), model.model.layers[0].attention.w_k.weight.grad))
+    assert results[0][0] == results[1][0]
+    assert not torch.equal(results[0][1], results[1][1])

@@ -70,19 +70,19 @@ def exported(tmp_path_factory) -> Path:
 
 
 def test_without_the_package_it_gives_the_same_tokens(exported, tmp_path):
-    found = without_package(exported, tmp_path / "resaved", tmp_path)
-    assert found["class"].startswith("transformers_modules.")
+    without = without_package(exported, tmp_path / "resaved", tmp_path)
+    assert without["class"].startswith("transformers_modules.")
     from transformers import AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
     assert type(model) is nsa.hf.NSAForCausalLM  # the installed class wins, without trust
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    given = tokenizer([PROMPT, PROMPT[:9]], return_tensors="pt", padding=True)
+    inputs = tokenizer([PROMPT, PROMPT[:9]], return_tensors="pt", padding=True)
     with torch.no_grad():
-        tokens = model.generate(**given, max_new_tokens=40, do_sample=False)
-        loss = model(**given, labels=given["input_ids"]).loss
-    assert found["tokens"] == tokens.tolist()
-    assert found["loss"] == pytest.approx(loss.item(), abs=1e-4)
+        tokens = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+    assert without["tokens"] == tokens.tolist()
+    assert without["loss"] == pytest.approx(loss.item(), abs=1e-4)
     # What was saved there is whole: Transformers copied the code, and it is read here too.
     code = {name for name in files_of(exported) if name.endswith(".py")}
     assert {name for name in files_of(tmp_path / "resaved") if name.endswith(".py")} == code

@@ -64,16 +64,16 @@ def test_labels_that_are_no_tokens_are_refused(label):
 @pytest.mark.parametrize("batch", ["plain", "padded", "packed"])
 def test_checkpointing_leaves_gradients_bit_for_bit(batch, reentrant):
     model, (ids, mask) = tiny_model(phi="mlp"), padded([50, 21])
-    given = {
+    inputs = {
         "plain": dict(input_ids=prompts(2, 50), labels=prompts(2, 50)),
         "padded": dict(input_ids=ids, attention_mask=mask, labels=ids),
         "packed": dict(input_ids=prompts(1, 50), labels=prompts(1, 50), cu_seq_lens_q=torch.tensor([0, 30, 50])),
     }[batch]
     model.train()
-    want_loss, want = gradients(model, **given)
+    want_loss, want = gradients(model, **inputs)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert all(layer.gradient_checkpointing for layer in model.model.layers)
-    got_loss, got = gradients(model, **given)
+    got_loss, got = gradients(model, **inputs)
     assert torch.equal(got_loss, want_loss)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
@@ -142,11 +142,11 @@ def test_trainer_gives_the_same_losses_however_batches_are_accumulated(tmp_path)
 def test_evaluation_by_the_trainer(tmp_path):
     """Under no_grad a cache is made: the Trainer must not try to gather it."""
     trainer, _ = trained(tmp_path, 8, 1)
-    found = trainer.evaluate(Rows(6))
+    metrics = trainer.evaluate(Rows(6))
     model, rows = trainer.model, Rows(6)
     with torch.no_grad():
         batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
-        assert found["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=1e-4)
+        assert metrics["eval_loss"] == pytest.approx(float(model(**batch).loss), rel=1e-4)
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["w_q", "w_v"]], ids=str)

@@ -59,8 +59,8 @@ def padded(lengths: list[int], side: str = "left") -> tuple[torch.Tensor, torch.
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A token per byte; 256 ends a text."""
     alphabet = {char: byte for byte, char in bytes_to_unicode().items()}
-    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")

@@ -87,19 +87,19 @@ class RecordedOperations(TorchDispatchMode):
         if func.namespace == "nsa":
             with torch._C._EnableTorchFunction(), IndexingWithoutDevice(), self:
                 return _inside(func, args)
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         name, inputs = func.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         devices = {x.device.type for x in (*inputs, *outputs)}
         if len(devices) > 1 and any(x.is_cpu for x in inputs) and not _makes_rotations():
             self.uploads.append(name)
         if _is_atomic(func, args, kwargs, outputs):
             self.atomic.append(name)
-        given = {x.untyped_storage()._cdata for x in inputs}
+        input_storages = {x.untyped_storage()._cdata for x in inputs}
         for x in outputs:
-            if x.untyped_storage()._cdata not in given:
+            if x.untyped_storage()._cdata not in input_storages:
                 self._made(x)
-        return made
+        return result
 
     def _made(self, x: Tensor) -> None:
         self.new_bytes += x.nbytes

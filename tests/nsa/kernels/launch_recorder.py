@@ -59,8 +59,8 @@ def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[
             constants = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
             arguments, special, options = dict(zip(names, args, strict=False)) | constants, {}, kwargs
         else:
-            bound, found, options = _binders[name](*args, **kwargs)
-            special = dict(zip(names, found, strict=True))
+            bound, specialization, options = _binders[name](*args, **kwargs)
+            special = dict(zip(names, specialization, strict=True))
             arguments = {key: _without_memory(x) for key, x in bound.items()}
         launches.append(RecordedLaunch(name, grid, arguments, special, options, kernel))
 
@@ -80,10 +80,10 @@ def _without_memory(argument: Any) -> Any:
 
 
 def keys_by_kernel(launches: Sequence[RecordedLaunch]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    keys: dict[str, set[str]] = {}
     for launch in launches:
-        found.setdefault(launch.kernel, set()).add(launch.key)
-    return found
+        keys.setdefault(launch.kernel, set()).add(launch.key)
+    return keys
 
 
 def launch_counts(launches: Sequence[RecordedLaunch]) -> Counter[str]:

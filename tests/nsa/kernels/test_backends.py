@@ -294,8 +294,8 @@ def test_a_query_before_its_document_sees_nothing(backend, positions):
         keys = (
             (k[:, :n_compressed],) if run is backend_.functions.select else (k[:, :n_compressed], v[:, :n_compressed])
         )
-        found = run(q, *keys, pos, start, **sizes)
-        idx = found if isinstance(found, torch.Tensor) else found[1]
+        output = run(q, *keys, pos, start, **sizes)
+        idx = output if isinstance(output, torch.Tensor) else output[1]
         assert (idx[nothing] == -1).all()
         assert (idx[~nothing][..., 0] == 0).all()
     attend = backend_.functions

@@ -33,6 +33,8 @@ def test_any_chunk_gives_the_same_output_and_gradients(monkeypatch, elements, un
 
 def test_a_block_far_after_the_query_takes_no_memory():
     """A table with a place for every block up to it would have 77 GB."""
-    given = tensors()
-    given["idx"] = torch.tensor([0, 1, 3, 2**31 - 1], dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
-    torch.testing.assert_close(run_branch("selected", "portable", given), run_branch("selected", "reference", given))
+    operands = tensors()
+    operands["idx"] = torch.tensor([0, 1, 3, 2**31 - 1], dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
+    torch.testing.assert_close(
+        run_branch("selected", "portable", operands), run_branch("selected", "reference", operands)
+    )

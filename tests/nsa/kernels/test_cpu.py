@@ -47,12 +47,12 @@ class Inputs:
         per_group, d_k, d_v = shape
         g = self.g = Geometry(**GEOMETRIES[geometry])
         if layout == "packed":
-            made = packed_layout(torch.tensor([0, n // 9, n // 2 + 1, n]), n, g)
+            tensors = packed_layout(torch.tensor([0, n // 9, n // 2 + 1, n]), n, g)
         else:
-            made = plain_layout(1, n, g, torch.device("cpu"))
-        self.pos, self.start, self.first = made[:3]
+            tensors = plain_layout(1, n, g, torch.device("cpu"))
+        self.pos, self.start, self.first = tensors[:3]
         self.q = torch.randn(1, n, groups, per_group, d_k).to(dtype)
-        sizes = (n, d_k), (n, d_v), (made.begin_BC.shape[1], d_k), (made.begin_BC.shape[1], d_v)
+        sizes = (n, d_k), (n, d_v), (tensors.begin_BC.shape[1], d_k), (tensors.begin_BC.shape[1], d_v)
         self.k, self.v, self.kc, self.vc = (torch.randn(1, t, groups, x).to(dtype) for t, x in sizes)
         self.scale = d_k**-0.5
         self.sizes = dict(geometry=g, scale=self.scale)

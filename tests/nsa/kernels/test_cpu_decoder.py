@@ -30,28 +30,28 @@ class Streams:
 
     def filled(self, x, begin=0):
         """The rows' first tokens; NaN after them, and before `begin` tokens to their end."""
-        kept = torch.full_like(x, torch.nan)
+        rows = torch.full_like(x, torch.nan)
         for row, n in enumerate(LENGTHS):
-            kept[row, max(0, n - begin if begin else 0) : n] = x[row, max(0, n - begin if begin else 0) : n]
-        return kept
+            rows[row, max(0, n - begin if begin else 0) : n] = x[row, max(0, n - begin if begin else 0) : n]
+        return rows
 
     def entries(self, first):
         """Compressed entries, entry 0 at slot `first`, NaN where there is none yet."""
-        g, made = self.g, []
+        g, arrays = self.g, []
         for x in self.raw[:2]:
             y = torch.full((4, CAPACITY // g.d + 2, *x.shape[2:]), torch.nan, dtype=self.dtype)
             for row, n in enumerate(LENGTHS):
                 for i in range(g.n_compressed(n)):
                     y[row, first + i] = x[row, i * g.d : i * g.d + g.l].float().mean(0).to(self.dtype)
-            made.append(y)
-        return made
+            arrays.append(y)
+        return arrays
 
     def ring(self, x, n):
-        made = torch.full((4, n, *x.shape[2:]), torch.nan, dtype=self.dtype)
+        slots = torch.full((4, n, *x.shape[2:]), torch.nan, dtype=self.dtype)
         for row, length in enumerate(LENGTHS):
             tokens = torch.arange(max(0, length - n), length)
-            made[row, tokens % n] = x[row, tokens]
-        return made
+            slots[row, tokens % n] = x[row, tokens]
+        return slots
 
     def view(self, paged: bool, ours: bool = False) -> CacheView:
         """Paged: each stream in blocks of its own, tokens at their positions. Else whole rows, and the tail's ring."""
@@ -83,14 +83,14 @@ class Streams:
         sizes = dict(heads_per_group=3, geometry=self.g, scale=0.2)
         decoder = CpuDecoder(view._replace(compressed=view.compressed._replace(pos_B1=view.selected.pos_B1)),
                              means=True, **sizes)  # fmt: skip
-        made = []
+        results = []
         for q in self.q:
             at = torch.arange(4), view.length_B.clone()
             assert not decoder.append(tuple(x[at][:, None] for x in self.raw))
             out, idx = decoder.attend(q, self.gates)
-            made.append((out.clone(), idx.clone()))
+            results.append((out.clone(), idx.clone()))
         assert view.n_compressed_B.tolist() == [self.g.n_compressed(n + STEPS) for n in LENGTHS]
-        return made
+        return results
 
 
 def same_table(place, states):

@@ -72,14 +72,14 @@ def test_scores_of_any_size_are_those_of_the_reference(backend, branch, scale):
     name, dtype = backend
     if name == "triton" and abs(scale) > 1:
         pytest.skip("its log-sum-exps are rounded between base 2 and e: gradients need scores below 1e5 or so")
-    given, exact = Packed(dtype), Packed(torch.float64)
-    given.scale = exact.scale = scale
+    case, exact = Packed(dtype), Packed(torch.float64)
+    case.scale = exact.scale = scale
     functions, idx = BACKENDS[name].functions, exact.select(REFERENCE)
     if abs(scale) > 1:  # else probabilities differ by less than their rounding
-        assert torch.equal(given.select(functions), idx)
+        assert torch.equal(case.select(functions), idx)
         if both := BACKENDS[name].compressed_and_select:
-            assert torch.equal(both(given.q, *given.entries, given.pos, given.first, **given.scores)[1], idx)
-    got, want = given.run(functions, branch, idx), exact.run(REFERENCE, branch, idx)
+            assert torch.equal(both(case.q, *case.entries, case.pos, case.first, **case.scores)[1], idx)
+    got, want = case.run(functions, branch, idx), exact.run(REFERENCE, branch, idx)
     limit = 2e-2 if dtype == torch.bfloat16 else 2e-6
     for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         close = dict(atol=limit * b[b.isfinite()].abs().max().item(), rtol=limit)
@@ -114,14 +114,14 @@ def others_than(bad, n):
     return ~torch.zeros(n, dtype=torch.bool).index_fill(0, torch.arange(bad.start, bad.stop), True)
 
 
-def spoil(given, what, value, branch):
+def spoil(case, what, value, branch):
     """Change one number of a token of the fourth document, or of a compressed entry; the first token that sees it."""
-    entry = int(given.first[0, BAD_TOKEN]) + 3
+    entry = int(case.first[0, BAD_TOKEN]) + 3
     of_entry = branch == "compressed" and what in "kv"
-    k, v = given.entries if branch == "compressed" else given.raw
-    tensor = {"q": given.q, "k": k, "v": v, "dout": given.dout}[what]
+    k, v = case.entries if branch == "compressed" else case.raw
+    tensor = {"q": case.q, "k": k, "v": v, "dout": case.dout}[what]
     tensor[0, entry if of_entry else BAD_TOKEN, 0, ..., 1] = value
-    return BAD_DOCUMENT.start + 3 * given.g.d + given.g.l - 1 if of_entry else BAD_TOKEN
+    return BAD_DOCUMENT.start + 3 * case.g.d + case.g.l - 1 if of_entry else BAD_TOKEN
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -132,14 +132,14 @@ def test_a_number_that_is_not_finite_reaches_only_those_who_see_it(backend, bran
     name, dtype = backend
     if name == "reference" and what == "dout":
         pytest.skip("autograd multiplies gradients that are not finite by weights of 0")
-    clean, given = Packed(dtype), Packed(dtype)
-    clean.scale = given.scale = 1e-4
+    clean, spoiled = Packed(dtype), Packed(dtype)
+    clean.scale = spoiled.scale = 1e-4
     functions, idx = BACKENDS[name].functions, clean.select(REFERENCE)
-    first_to_see = spoil(given, what, value, branch)
-    got, want = given.run(functions, branch, idx), clean.run(functions, branch, idx)
+    first_to_see = spoil(spoiled, what, value, branch)
+    got, want = spoiled.run(functions, branch, idx), clean.run(functions, branch, idx)
     queries = others_than(BAD_DOCUMENT, DOCUMENTS[-1])
-    entries = slice(*(int(given.first[0, at]) for at in (BAD_DOCUMENT.start, BAD_DOCUMENT.stop)))
-    keys = others_than(entries, given.entries[0].shape[1]) if branch == "compressed" else queries
+    entries = slice(*(int(spoiled.first[0, at]) for at in (BAD_DOCUMENT.start, BAD_DOCUMENT.stop)))
+    keys = others_than(entries, spoiled.entries[0].shape[1]) if branch == "compressed" else queries
     earlier = queries.clone()
     earlier[BAD_DOCUMENT.start : first_to_see] = True
     # Where not all is finite the reference adds in another order, and tiles of bf16 give way to vectors.
@@ -154,13 +154,13 @@ def test_a_number_that_is_not_finite_reaches_only_those_who_see_it(backend, bran
 @pytest.mark.parametrize("what", ["q", "k"])
 def test_scores_that_are_no_numbers_rank_lowest(backend, what):
     name, dtype = backend
-    clean, given = Packed(dtype), Packed(dtype)
-    clean.scale = given.scale = 2.0**-10
-    spoil(given, what, torch.nan, "compressed")
-    got, want = given.select(BACKENDS[name].functions), given.select(REFERENCE)
+    clean, spoiled = Packed(dtype), Packed(dtype)
+    clean.scale = spoiled.scale = 2.0**-10
+    spoil(spoiled, what, torch.nan, "compressed")
+    got, want = spoiled.select(BACKENDS[name].functions), spoiled.select(REFERENCE)
     assert torch.equal(got, want)
     if both := BACKENDS[name].compressed_and_select:
-        assert torch.equal(both(given.q, *given.entries, given.pos, given.first, **given.scores)[1], want)
+        assert torch.equal(both(spoiled.q, *spoiled.entries, spoiled.pos, spoiled.first, **spoiled.scores)[1], want)
     queries = others_than(BAD_DOCUMENT, DOCUMENTS[-1])
     assert torch.equal(got[:, queries], clean.select(REFERENCE)[:, queries])
     assert got[0, BAD_TOKEN, 0].tolist() == [0, 1, 4, 5]  # the first, the lowest of the others, the nearest two

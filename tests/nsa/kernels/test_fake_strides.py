@@ -25,12 +25,12 @@ LAYOUTS = ("contiguous", "heads_first", "width_outside")
 
 def tensor(layout: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """[1, tokens, …, width] with axes in another order in memory."""
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
     if layout == "heads_first":  # as attention libraries keep them
-        return made.transpose(1, 2).contiguous().transpose(1, 2)
+        return values.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "width_outside":
-        return made.movedim(-1, 1).contiguous().movedim(1, -1)
-    return made
+        return values.movedim(-1, 1).contiguous().movedim(1, -1)
+    return values
 
 
 def rows(layout: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -67,12 +67,12 @@ def branch_inputs(branch: str, layout: str) -> tuple[Tensor | None, ...]:
 @pytest.mark.parametrize("branch", ["sliding", "compressed", "selected"])
 @pytest.mark.parametrize("backend", WITH_OPERATORS)
 def test_attention_and_its_gradients(backend, branch, layout):
-    given = branch_inputs(branch, layout)
-    opcheck(ops._attend, (*given, branch, *REST, backend), test_utils=CHECKS)
+    inputs = branch_inputs(branch, layout)
+    opcheck(ops._attend, (*inputs, branch, *REST, backend), test_utils=CHECKS)
     _, dout, _, _, dlse = rows(layout)
-    out, lse = ops._attend(*given, branch, *REST, backend)
+    out, lse = ops._attend(*inputs, branch, *REST, backend)
     for gradient in (None, dlse):
-        back = (dout, *given, out, lse, gradient, branch, *REST, backend)
+        back = (dout, *inputs, out, lse, gradient, branch, *REST, backend)
         opcheck(ops._attend_backward, back, test_utils=CHECKS)
 
 
@@ -88,7 +88,7 @@ def test_selection(backend, layout):
 @pytest.mark.parametrize("backend", FUSED)
 def test_compressed_attention_with_selection_and_the_gate_mix(backend, layout):
     q, dout, _, gates, _ = rows(layout)
-    given = (q, *keys("compressed", layout), POS, FIRST, *REST, backend)
-    opcheck(ops._compressed_and_select, given, test_utils=CHECKS)
+    inputs = (q, *keys("compressed", layout), POS, FIRST, *REST, backend)
+    opcheck(ops._compressed_and_select, inputs, test_utils=CHECKS)
     opcheck(ops._mix, (gates, dout, dout, dout, backend), test_utils=CHECKS)
     opcheck(ops._mix_backward, (dout, gates, dout, dout, dout, backend), test_utils=CHECKS)

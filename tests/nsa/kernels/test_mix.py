@@ -49,15 +49,15 @@ def test_every_instruction_set_and_any_number_of_threads(isa):
     exact, before = results(reference.mix, tensors, torch.float64), torch.get_num_threads()
     library.force_isa(isa)
     try:
-        found = []
+        mixed = []
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(results(BACKENDS["cpu"].mix, tensors))
+            mixed.append(results(BACKENDS["cpu"].mix, tensors))
     finally:
         library.force_isa(None)
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert all(off(got, want) < 5e-3 for got, want in zip(found[0], exact, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*mixed, strict=True))
+    assert all(off(got, want) < 5e-3 for got, want in zip(mixed[0], exact, strict=True))
 
 
 def test_branches_of_different_backends_are_mixed_by_tensor_operations():

@@ -147,10 +147,10 @@ def test_the_functional_api_reads_and_uploads_nothing():
     with fake_gpu() as recorded, torch.no_grad():
         q, k, v = empty(2, 512, 12, 64), empty(2, 512, 2, 64), empty(2, 512, 2, 64)
         cu, gates = empty(5, dtype=torch.int32), empty(2, 512, 12, 3, dtype=torch.float32)
-        for given in (dict(), dict(cu_seqlens=cu), dict(blocks=empty(2, 512, 2, 20, dtype=torch.int32))):
-            found = nsa_attention(q, k, v, gates, kernels="portable", return_lse=True, return_blocks=True, **given)
-            assert isinstance(found, NSAOutput)
-            assert found.out.shape == q.shape
+        for more in (dict(), dict(cu_seqlens=cu), dict(blocks=empty(2, 512, 2, 20, dtype=torch.int32))):
+            output = nsa_attention(q, k, v, gates, kernels="portable", return_lse=True, return_blocks=True, **more)
+            assert isinstance(output, NSAOutput)
+            assert output.out.shape == q.shape
     assert recorded.uploads == []
     assert recorded.atomic == []
 

@@ -30,9 +30,9 @@ def test_auto_never_takes_the_reference():
 
 
 def test_a_named_backend_is_taken_and_the_reason_says_so():
-    made = plan(BackendRequest(sliding="reference"), CPU, torch.float32, SHAPE)
-    assert made.functions.sliding is BACKENDS["reference"].functions.sliding
-    assert {c.branch: c.reason for c in made.choices}["sliding"] == "requested by name"
+    kernel_plan = plan(BackendRequest(sliding="reference"), CPU, torch.float32, SHAPE)
+    assert kernel_plan.functions.sliding is BACKENDS["reference"].functions.sliding
+    assert {c.branch: c.reason for c in kernel_plan.choices}["sliding"] == "requested by name"
 
 
 def test_a_named_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch):
@@ -85,9 +85,11 @@ def checked_by(verdict, monkeypatch) -> list[tuple[torch.device, torch.dtype, Ke
 
 def test_auto_takes_a_backend_that_passes_its_check_and_says_so(monkeypatch):
     calls = checked_by(KernelVerdict(True, ""), monkeypatch)
-    made = plan(BackendRequest(), CPU, torch.bfloat16, SHAPE)
-    assert {(c.backend, c.reason, c.verified) for c in made.choices} == {("triton", "verified on this GPU", True)}
-    assert made.decoder is BACKENDS["triton"].decoder
+    kernel_plan = plan(BackendRequest(), CPU, torch.bfloat16, SHAPE)
+    assert {(c.backend, c.reason, c.verified) for c in kernel_plan.choices} == {
+        ("triton", "verified on this GPU", True)
+    }
+    assert kernel_plan.decoder is BACKENDS["triton"].decoder
     assert set(calls) == {(CPU, torch.bfloat16, SHAPE)}
 
 
@@ -101,8 +103,8 @@ def test_auto_passes_over_a_backend_that_fails_its_check_and_names_the_evidence(
 
 def test_a_named_backend_is_not_checked(monkeypatch):
     calls = checked_by(KernelVerdict(False, "wrong"), monkeypatch)
-    made = plan(BackendRequest(*["triton"] * 4), CPU, torch.float32, SHAPE)
-    assert {(c.backend, c.reason, c.verified) for c in made.choices} == {("triton", "requested by name", False)}
+    kernel_plan = plan(BackendRequest(*["triton"] * 4), CPU, torch.float32, SHAPE)
+    assert {(c.backend, c.reason, c.verified) for c in kernel_plan.choices} == {("triton", "requested by name", False)}
     assert calls == []
 
 
@@ -122,8 +124,8 @@ def test_the_verdict_is_a_constant_of_tracing(passed, monkeypatch):
     attention = NSAAttention(**attention_args("tiny", (3, 1)))
 
     def named(x):
-        made = attention.plan(x.device, x.dtype)
-        return x + 1 if made.choices[0].backend == "triton" else x - 1
+        kernel_plan = attention.plan(x.device, x.dtype)
+        return x + 1 if kernel_plan.choices[0].backend == "triton" else x - 1
 
     compiled = torch.compile(named, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(2)).tolist() == [1.0 if passed else -1.0] * 2

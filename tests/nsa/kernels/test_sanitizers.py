@@ -40,7 +40,7 @@ CALL = "import ctypes, sys; getattr(ctypes.CDLL(sys.argv[1]), sys.argv[2])(1)"
 def wrong_library(tmp_path, monkeypatch):
     """Builds `WRONG` as the kernels are built."""
 
-    def made(name: str) -> Path:
+    def library(name: str) -> Path:
         sources = tmp_path / "src"
         sources.mkdir()
         (sources / "entry.cpp").write_text(WRONG)
@@ -49,7 +49,7 @@ def wrong_library(tmp_path, monkeypatch):
         sanitizers.use(name, short=True, folder=tmp_path / "built")
         return build.library()
 
-    yield made
+    yield library
     build.set_extra_flags(())
     build.set_cache_folder(None)
 

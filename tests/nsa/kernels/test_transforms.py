@@ -29,8 +29,8 @@ def loss_with(backend: str):
     return loss
 
 
-def by_autograd(loss, given) -> tuple[Tensor, ...]:
-    leaves = [x.detach().clone().requires_grad_() for x in given]
+def by_autograd(loss, operands) -> tuple[Tensor, ...]:
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
     return torch.autograd.grad(loss(*leaves), leaves)
 
 
@@ -41,8 +41,8 @@ def assert_all_close(got, want):
 
 @pytest.mark.parametrize("backend", RUN_HERE)
 def test_func_grad_is_autograds_gradient(backend):
-    given, loss = inputs(), loss_with(backend)
-    assert_all_close(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*given), by_autograd(loss, given))
+    operands, loss = inputs(), loss_with(backend)
+    assert_all_close(torch.func.grad(loss, argnums=(0, 1, 2, 3))(*operands), by_autograd(loss, operands))
 
 
 @pytest.mark.parametrize("backend", RUN_HERE)
@@ -118,18 +118,18 @@ def test_other_transforms_are_refused_by_name(backend, transform):
 
 
 def test_the_reference_supports_every_transform():
-    given, loss = inputs(torch.float64), loss_with("reference")
-    q, *rest = given
-    assert_all_close(vmapped(loss, *given), [loss(*given)] * 2)
-    gradient = by_autograd(loss, given)[0]
-    assert_all_close(per_row_gradients(loss, *given), [gradient] * 2)
-    for tangent in (pushed_forward(loss, *given)[1], by_dual_numbers(loss, *given)):
+    operands, loss = inputs(torch.float64), loss_with("reference")
+    q, *rest = operands
+    assert_all_close(vmapped(loss, *operands), [loss(*operands)] * 2)
+    gradient = by_autograd(loss, operands)[0]
+    assert_all_close(per_row_gradients(loss, *operands), [gradient] * 2)
+    for tangent in (pushed_forward(loss, *operands)[1], by_dual_numbers(loss, *operands)):
         torch.testing.assert_close(tangent, (gradient * q).sum())
     step, far = 1e-5 * torch.randn_like(q), []
     for side in (q + step, q - step):
         far.append(by_autograd(loss, (side, *rest))[0].square().sum() / 2)
     along = (far[0] - far[1]).item()
-    for second in (twice(loss, *given)[0], nested(loss, *given)):
+    for second in (twice(loss, *operands)[0], nested(loss, *operands)):
         assert (second * step).sum().item() == pytest.approx(along, rel=1e-5)
 
 

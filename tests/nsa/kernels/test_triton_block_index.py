@@ -42,15 +42,15 @@ def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: i
     """For each (batch, group, window): (pair, first key of its block), across entries first, then by query."""
     B, S, G, N = idx.shape
     n_windows = -(-n_keys // L)
-    found: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]
+    entries_by_window: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]
     for b, s, g in torch.cartesian_prod(torch.arange(B), torch.arange(S), torch.arange(G)).tolist():
         for n, block in enumerate(idx[b, s, g].tolist()):
             begin, last = int(start[b, s]) + block * L, int(start[b, s] + pos[b, s])
             windows = {key // L for key in range(begin, begin + L) if 0 <= key <= last} if block >= 0 else ()
             for window in windows:
                 if window < n_windows:
-                    found[(b * G + g) * n_windows + window].append((begin // L == window, s * N + n, begin))
-    return [[(pair, begin) for _, pair, begin in sorted(entries)] for entries in found]
+                    entries_by_window[(b * G + g) * n_windows + window].append((begin // L == window, s * N + n, begin))
+    return [[(pair, begin) for _, pair, begin in sorted(entries)] for entries in entries_by_window]
 
 
 def chunks_of_8(n_sel: int, l_sel: int) -> dict[str, int]:
@@ -96,12 +96,12 @@ def test_bounds_are_the_portable_ones_and_every_tile_of_keys_has_its_queries(nam
         order = torch.randperm(pos.shape[1], generator=torch.Generator().manual_seed(1))
         pos, start = pos[:, order], start[:, order]
     n_keys, geometry = n_keys if branch == "window" else n_keys // d, Geometry(l=l, d=d, l_sel=l * d, n_sel=4, w=16)
-    found = getattr(bounds, f"{branch}_bounds")(pos, start, geometry, n_keys)
+    ranges = getattr(bounds, f"{branch}_bounds")(pos, start, geometry, n_keys)
     lo, hi = getattr(range_attention, f"{branch}_bounds")(pos, start, geometry, n_keys)
-    assert torch.equal(found.lo_BS, lo.int())
-    assert torch.equal(found.hi_BS, hi.int())
+    assert torch.equal(ranges.lo_BS, lo.int())
+    assert torch.equal(ranges.hi_BS, hi.int())
     n, n_tiles = 8, -(-n_keys // 8)
-    first, end = bounds.seen_by(found, n_tiles, n)
+    first, end = bounds.seen_by(ranges, n_tiles, n)
     for b in range(pos.shape[0]):
         for tile in range(n_tiles):
             past = [s for s, x in enumerate(hi[b].tolist()) if x > tile * n]

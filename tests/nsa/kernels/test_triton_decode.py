@@ -139,8 +139,8 @@ def test_half_precision_error_is_at_most_twice_plain_pytorchs(dtype):
     assert torch.equal(idx, exact_idx)
     at = torch.arange(step.selected[0].shape[1])
     chosen = torch.isin(at // PAPER.l_sel, idx.flatten()) & (at < 190)
-    kept = slice(0, PAPER.n_compressed(190)), chosen, slice(0, PAPER.w)
-    for got, want, keys, seen in zip(outputs, exact, step.keys, kept, strict=True):
+    visible = slice(0, PAPER.n_compressed(190)), chosen, slice(0, PAPER.w)
+    for got, want, keys, seen in zip(outputs, exact, step.keys, visible, strict=True):
         k, v = keys[0][:, seen], keys[1][:, seen]
         p = (torch.einsum("bsgrk,btgk->bsgrt", step.q, k) * step.scale).softmax(-1)
         plain = torch.einsum("bsgrt,btgv->bsgrv", p, v)

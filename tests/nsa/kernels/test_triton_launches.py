@@ -118,8 +118,8 @@ class AttentionLayer(NamedTuple):
         def rows(n: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             if not heads_first:
                 return torch.empty(1, n, *shape, dtype=dtype, device=DEVICE)
-            made = torch.empty(1, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
-            return made.movedim(-2, 1)
+            memory = torch.empty(1, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
+            return memory.movedim(-2, 1)
 
         if packed:
             layout = packed_layout(torch.empty(5, dtype=torch.int32, device=DEVICE), length, GEOMETRY)
@@ -139,8 +139,8 @@ class AttentionLayer(NamedTuple):
         mixed = ops._mix._init_fn(self.gates, out, selected[0], sliding[0], "triton")
         return [(out, lse, idx), selected, sliding, (mixed,)]
 
-    def backward(self, made: list[tuple[Tensor, ...]]) -> None:
-        (out, lse, idx), selected, sliding, (mixed,) = made
+    def backward(self, outputs: list[tuple[Tensor, ...]]) -> None:
+        (out, lse, idx), selected, sliding, (mixed,) = outputs
         dmixed = torch.empty_like(mixed)
         outs = (out, selected[0], sliding[0])
         _, *douts = ops._mix_backward._init_fn(dmixed, self.gates, *outs, "triton")
@@ -162,12 +162,12 @@ def test_launches_of_a_layer(length, packed):
     with fake_tensors():
         layer, forward, backward = AttentionLayer.fake(length, packed=packed), FakeGpu(), FakeGpu()
         with forward.run():
-            made = layer.forward()
+            outputs = layer.forward()
         with backward.run():
-            layer.backward(made)
+            layer.backward(outputs)
     assert dict(launch_counts(forward.launches)) == FORWARD
-    found = launch_counts(backward.launches)
-    assert dict(found) == BACKWARD
+    counts = launch_counts(backward.launches)
+    assert dict(counts) == BACKWARD
     assert forward.torch_ops == backward.torch_ops == 0
 
 
@@ -226,9 +226,11 @@ def test_a_decoding_step_of_a_module_reads_no_value():
     assert [dict(launch_counts(gpu.launches)) for gpu in steps] == [DECODE] * 3
     assert steps[1].torch_ops == steps[2].torch_ops <= MOST_TORCH_OPS_OF_DECODE
     # The same addresses and sizes at every step, but for fresh results: fit to be captured once and replayed.
-    kept = [sorted((x.kernel, n, v) for x in gpu.launches for n, v in x.arguments.items() if isinstance(v, int | float))
-            for gpu in steps[1:]]  # fmt: skip
-    assert kept[0] == kept[1]
+    scalars = [
+        sorted((x.kernel, n, v) for x in gpu.launches for n, v in x.arguments.items() if isinstance(v, int | float))
+        for gpu in steps[1:]
+    ]
+    assert scalars[0] == scalars[1]
 
 
 @pytest.mark.parametrize("length", [2**14, 2**16, 2**18, 2**20, 2**21, 2**22])
@@ -240,8 +242,8 @@ def test_the_block_index_takes_memory_in_proportion_to_the_chosen_blocks(length)
         pos, start = (torch.empty(1, n_queries, dtype=torch.int64, device=DEVICE) for _ in range(2))
         with gpu.run():
             build_block_index(idx, pos, start, GEOMETRY.l_sel, length)
-    made = {id(x): x.nbytes for launch in gpu.launches for x in tensors_of(launch)}
-    taken = sum(made.values()) - sum(x.nbytes for x in (idx, pos, start))
+    sizes = {id(x): x.nbytes for launch in gpu.launches for x in tensors_of(launch)}
+    taken = sum(sizes.values()) - sum(x.nbytes for x in (idx, pos, start))
     assert taken / idx.numel() <= BYTES_PER_CHOSEN_BLOCK
 
 

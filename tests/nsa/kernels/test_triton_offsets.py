@@ -46,8 +46,8 @@ def launches() -> dict[str, RecordedLaunch]:
         layer = AttentionLayer.fake(LENGTH, packed=False, heads_first=True, **sizes)
         with gpu.run():
             layer.backward(layer.forward())
-    found = {x.kernel: x for x in gpu.launches}
-    return found | {x.kernel: x for x in decoded(1, LENGTH, **sizes).launches}
+    by_kernel = {x.kernel: x for x in gpu.launches}
+    return by_kernel | {x.kernel: x for x in decoded(1, LENGTH, **sizes).launches}
 
 
 def test_no_32_bit_product_overflows(launches):

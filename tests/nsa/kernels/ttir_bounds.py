@@ -65,7 +65,7 @@ class IntegerBounds:
 
     def overflowing_products(self) -> list[str]:
         """32-bit products that may take more than 31 bits, as lines of TTIR."""
-        found = []
+        products = []
         for line in ttir_of(self._launch).splitlines():
             text = re.sub(r" loc\(.*$", "", line)
             if match := _LOOP.match(text):
@@ -74,9 +74,9 @@ class IntegerBounds:
                 name, operation, rest = match.groups()
                 largest = self._bound(name, operation, rest)
                 if operation == "arith.muli" and text.endswith(("i32", "i32>")) and largest >= _LARGEST:
-                    found.append(f"{self._launch.kernel}: {text.strip()} (up to {largest:,})")
+                    products.append(f"{self._launch.kernel}: {text.strip()} (up to {largest:,})")
                 self._largest[name] = self._known(name, largest)
-        return found
+        return products
 
     def _known(self, name: str, largest: int) -> int:
         return min(largest, self._facts.get(re.sub(r"(_\d+)?(#\d+)?$", "", name[1:]), largest))

@@ -91,12 +91,12 @@ def plain_logits(config: RunConfig, state: dict[str, torch.Tensor], ids: torch.T
         age = torch.arange(length)[:, None] - torch.arange(length)
         seen = (age >= 0) & (age < (m.window or config.nsa.w if kind == "window" else length))
         shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        made = product(torch.einsum("bhst,bthv->bshv", shares, v).flatten(2), "attention.w_out")
-        x = x + (normed(made, of["attention_norm.weight"], m.norm_eps) if m.post_norm else made)
+        branch_out = product(torch.einsum("bhst,bthv->bshv", shares, v).flatten(2), "attention.w_out")
+        x = x + (normed(branch_out, of["attention_norm.weight"], m.norm_eps) if m.post_norm else branch_out)
         h = x if m.post_norm else normed(x, of["feed_forward_norm.weight"], m.norm_eps)
         gate = product(h, "feed_forward.w1")
-        made = product(gate * gate.sigmoid() * product(h, "feed_forward.w3"), "feed_forward.w2")
-        x = x + (normed(made, of["feed_forward_norm.weight"], m.norm_eps) if m.post_norm else made)
+        branch_out = product(gate * gate.sigmoid() * product(h, "feed_forward.w3"), "feed_forward.w2")
+        x = x + (normed(branch_out, of["feed_forward_norm.weight"], m.norm_eps) if m.post_norm else branch_out)
     return normed(x, state["lm_head.norm.weight"], m.norm_eps) @ state["lm_head.w_out.weight"].T
 
 
@@ -132,14 +132,14 @@ def test_every_parameter_gets_a_gradient(name):
 
 @pytest.mark.parametrize("layers", [("scaled",), ("scaled", "plain"), ("scaled", "none", "plain")], ids="-".join)
 def test_layers_that_rotate_alike_share_one_table(layers, monkeypatch):
-    made, compute = [], RotaryEmbedding._computed
-    monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: made.append(self.key) or compute(self, *a))
+    computed, compute = [], RotaryEmbedding._computed
+    monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: computed.append(self.key) or compute(self, *a))
     model = model_of(run(model=dict(n_layers=6, attention="dense", rope_layers=layers, rope_scaling=LINEAR)))
     model(tokens())
-    assert len(made) == len(set(made)) == len({*layers} - {"none"})
-    made.clear()
+    assert len(computed) == len(set(computed)) == len({*layers} - {"none"})
+    computed.clear()
     model_of(run(model=dict(n_layers=6, attention="dense", rope_layers=layers)))(tokens())  # nothing to scale by
-    assert len(made) == 1
+    assert len(computed) == 1
 
 
 def test_the_window_of_its_layers_alone_changes():

@@ -127,8 +127,8 @@ def test_full_logits_never_exist(monkeypatch, dtype):
     x, weight, labels = torch.randn(4096, 32), torch.randn(4096, 32), torch.randint(4096, (4096,))
     with torch.profiler.profile(profile_memory=True) as prof:
         linear_cross_entropy(x.to(dtype).requires_grad_(), weight.to(dtype), labels)
-    made = ("aten::mm", "aten::matmul", "aten::_to_copy", "aten::empty", "aten::addmm_", "aten::zeros_like")
-    largest = max(event.cpu_memory_usage for event in prof.events() if event.name in made)
+    allocations = ("aten::mm", "aten::matmul", "aten::_to_copy", "aten::empty", "aten::addmm_", "aten::zeros_like")
+    largest = max(event.cpu_memory_usage for event in prof.events() if event.name in allocations)
     assert largest <= 4 * 4096 * 32  # the gradient of the weight is the largest tensor
 
 
@@ -157,22 +157,22 @@ def test_agreement_of_two_heads_equals_that_of_all_logits(monkeypatch, elements)
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", elements)
     x, weight, labels = case()
     other, other_weight = torch.randn(37, 5), torch.randn(23, 5)
-    found = linear_agreement(x, weight, other, other_weight, labels)
+    agreement = linear_agreement(x, weight, other, other_weight, labels)
     own, reference = (logits.detach().double().log_softmax(-1) for logits in (x @ weight.T, other @ other_weight.T))
-    for scores, log_shares in ((found.own, own), (found.reference, reference)):
+    for scores, log_shares in ((agreement.own, own), (agreement.reference, reference)):
         plain = F.nll_loss(log_shares, labels, reduction="none")
         torch.testing.assert_close(scores.losses.double(), plain, atol=1e-5, rtol=1e-5)
         assert torch.equal(scores.hits, log_shares.argmax(-1) == labels)
     torch.testing.assert_close(
-        found.divergence.double(), (reference.exp() * (reference - own)).sum(-1), atol=1e-5, rtol=1e-5
+        agreement.divergence.double(), (reference.exp() * (reference - own)).sum(-1), atol=1e-5, rtol=1e-5
     )
-    assert torch.equal(found.same_top, own.argmax(-1) == reference.argmax(-1))
-    assert 0 < found.same_top.double().mean() < 1
+    assert torch.equal(agreement.same_top, own.argmax(-1) == reference.argmax(-1))
+    assert 0 < agreement.same_top.double().mean() < 1
 
 
 def test_a_model_agrees_with_itself():
     x, weight, labels = case()
-    found = linear_agreement(x, weight, x, weight, labels)
-    assert found.same_top.all()
-    assert found.divergence.min() >= 0
-    assert found.divergence.max() < 1e-6
+    agreement = linear_agreement(x, weight, x, weight, labels)
+    assert agreement.same_top.all()
+    assert agreement.divergence.min() >= 0
+    assert agreement.divergence.max() < 1e-6

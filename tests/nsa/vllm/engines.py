@@ -93,8 +93,8 @@ def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 def vllm_tokens(llm: LLM, prompts: Sequence[list[int]], n_new: int) -> tuple[list[list[int]], list[int]]:
     """Greedy tokens after each prompt, all requested at once, and how many tokens of each prompt were cached."""
     sampling = SamplingParams(temperature=0, max_tokens=n_new, ignore_eos=True)
-    made = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    return [list(one.outputs[0].token_ids) for one in made], [one.num_cached_tokens for one in made]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [list(one.outputs[0].token_ids) for one in outputs], [one.num_cached_tokens for one in outputs]
 
 
 def transformers_tokens(model: NSAForCausalLM, prompts: Sequence[list[int]], n_new: int) -> list[list[int]]:
@@ -102,7 +102,7 @@ def transformers_tokens(model: NSAForCausalLM, prompts: Sequence[list[int]], n_n
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        made = model.generate(
+        tokens = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=n_new,
@@ -111,7 +111,7 @@ def transformers_tokens(model: NSAForCausalLM, prompts: Sequence[list[int]], n_n
             eos_token_id=None,
             pad_token_id=0,
         )
-        answers.append(made[0, len(prompt) :].tolist())
+        answers.append(tokens[0, len(prompt) :].tolist())
     return answers
 
 

@@ -84,10 +84,10 @@ def test_preempted_requests_are_computed_again(tmp_path):
     few = dict(num_gpu_blocks_override=44, max_model_len=512, max_num_batched_tokens=64, enable_prefix_caching=False)
     with engine(tmp_path, **few) as llm:
         before = counter(llm, "num_preemptions")
-        made, _ = vllm_tokens(llm, prompts, 120)
+        tokens, _ = vllm_tokens(llm, prompts, 120)
         preempted = counter(llm, "num_preemptions") - before
     assert preempted > 0
-    assert made == transformers_tokens(model, prompts, 120)
+    assert tokens == transformers_tokens(model, prompts, 120)
 
 
 @pytest.mark.nightly  # numba compiles for most of a minute
@@ -96,12 +96,12 @@ def test_rejected_drafts_leave_nothing_behind(tmp_path):
     prompts = [prompt * 3 for prompt in random_prompts((30, 101, 222))]
     drafts = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
     with engine(tmp_path, speculative_config=drafts, async_scheduling=False) as llm:
-        made, _ = vllm_tokens(llm, prompts, 100)
+        tokens, _ = vllm_tokens(llm, prompts, 100)
         proposed, accepted = (
             counter(llm, "spec_decode_num_draft_tokens"),
             counter(llm, "spec_decode_num_accepted_tokens"),
         )
-    assert made == transformers_tokens(model, prompts, 100)
+    assert tokens == transformers_tokens(model, prompts, 100)
     assert 0 < accepted < proposed
 
 

@@ -102,10 +102,10 @@ def check_requests(served, n: int, spread_s: float) -> None:
     server, model = served
     prompts = mixed_prompts(n)
     hits = server.metric("prefix_cache_hits_total")
-    made = answers_at_random_times(server, prompts, spread_s)
-    assert made == transformers_tokens(model, prompts, N_NEW)
+    answers = answers_at_random_times(server, prompts, spread_s)
+    assert answers == transformers_tokens(model, prompts, N_NEW)
     longest = prompts.index(max(prompts, key=len))  # its prefix is cached by now, however slowly requests arrived
-    assert server.tokens(prompts[longest]) == made[longest]
+    assert server.tokens(prompts[longest]) == answers[longest]
     assert server.metric("prefix_cache_hits_total") > hits
 
 
@@ -147,7 +147,7 @@ def test_two_tensor_parallel_ranks_give_the_same_tokens(tmp_path):
     prompts = random_prompts((1, 40, 333, 1200))
     server = VllmServer(tmp_path, "--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
     try:
-        made = answers_at_random_times(server, prompts, 1.0)
+        answers = answers_at_random_times(server, prompts, 1.0)
     finally:
         server.stop()
-    assert made == transformers_tokens(model, prompts, N_NEW)
+    assert answers == transformers_tokens(model, prompts, N_NEW)

@@ -32,9 +32,9 @@ def client(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
-    made = S3Prefix("s3://models/any").client
-    made.create_bucket(Bucket="models")
-    yield made
+    s3 = S3Prefix("s3://models/any").client
+    s3.create_bucket(Bucket="models")
+    yield s3
     everything = boto3.resource("s3").Bucket("models")
     everything.objects.delete()
     everything.delete()

@@ -25,7 +25,7 @@ RANK = "train/rank0.pt"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def signed_run(tmp_path_factory):
     """A signed run of two checkpoints, its key file and the module as it was at the second."""
     root = tmp_path_factory.mktemp("attacked")
     (root / "key").write_text("k" * 32)
@@ -35,8 +35,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def root(made, tmp_path):
-    return Path(shutil.copytree(made[0], tmp_path / "root", symlinks=True))
+def root(signed_run, tmp_path):
+    return Path(shutil.copytree(signed_run[0], tmp_path / "root", symlinks=True))
 
 
 def commit(step: Path) -> None:
@@ -268,7 +268,7 @@ def hostile_pieces(step: Path, bomb: Bomb) -> bytes:
 @pytest.mark.parametrize(
     ("name", "hostile"), [(INDEX, hostile_index), (PICKLED_INDEX, hostile_index), (PIECES, hostile_pieces)]
 )
-def test_a_file_swapped_after_the_verification_is_not_loaded(made, root, tmp_path, name, hostile, swap, signed):
+def test_a_file_swapped_after_the_verification_is_not_loaded(signed_run, root, tmp_path, name, hostile, swap, signed):
     """The swap happens after the checkpoint was verified and its index read, before its tensors are."""
     step, canary = root / "checkpoints/step2", tmp_path / "canary"
     content = hostile(step, Bomb(canary))
@@ -283,7 +283,7 @@ def test_a_file_swapped_after_the_verification_is_not_loaded(made, root, tmp_pat
     maker.find_resumable(root / "checkpoints")
     with contextlib.suppress(CheckpointError):
         maker.load(step, module)
-        assert_same(module.whole(), made[1].whole())
+        assert_same(module.whole(), signed_run[1].whole())
     assert not canary.exists()
 
 

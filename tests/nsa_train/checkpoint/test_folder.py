@@ -36,22 +36,22 @@ def save(folder: CheckpointFolder, step: int, reason: str = "interval") -> Path:
 
 @pytest.fixture
 def folder(tmp_path):
-    found = CheckpointFolder(tmp_path / "checkpoints")
-    save(found, 100)
-    save(found, 200)
-    return found
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    save(checkpoints, 100)
+    save(checkpoints, 200)
+    return checkpoints
 
 
 def test_a_save_can_be_found_again(folder):
-    found = folder.find_resumable()
-    assert (found.step, found.path, found.passed_over) == (200, folder.path / "step200", ())
+    resumable = folder.find_resumable()
+    assert (resumable.step, resumable.path, resumable.passed_over) == (200, folder.path / "step200", ())
     assert os.readlink(folder.path / "latest") == "step200"
     assert sorted(path.name for path in folder.path.iterdir()) == ["latest", "step100", "step200"]
 
 
 def test_an_empty_run_has_nothing_to_resume(tmp_path):
-    found = CheckpointFolder(tmp_path / "nowhere").find_resumable()
-    assert (found.step, found.passed_over) == (None, ())
+    resumable = CheckpointFolder(tmp_path / "nowhere").find_resumable()
+    assert (resumable.step, resumable.passed_over) == (None, ())
 
 
 def truncate(path):
@@ -100,10 +100,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS, ids=range(len(FAULTS)))
 def test_a_bad_one_is_named_left_alone_and_the_previous_taken(folder, fault):
     fault(folder.path / "step200")
-    found = folder.find_resumable()
-    assert found.step == 100
-    assert [finding.name for finding in found.passed_over] == ["step200"]
-    assert FAULTS[fault] in str(found.passed_over[0])
+    resumable = folder.find_resumable()
+    assert resumable.step == 100
+    assert [finding.name for finding in resumable.passed_over] == ["step200"]
+    assert FAULTS[fault] in str(resumable.passed_over[0])
     assert (folder.path / "step200").is_dir()
     with pytest.raises(CheckpointError, match="step200"):
         folder.examine(200).require_good()
@@ -112,9 +112,9 @@ def test_a_bad_one_is_named_left_alone_and_the_previous_taken(folder, fault):
 def test_all_bad_means_none(folder):
     flip(folder.path / "step200")
     flip(folder.path / "step100")
-    found = folder.find_resumable()
-    assert found.step is None
-    assert [finding.name for finding in found.passed_over] == ["step200", "step100"]
+    resumable = folder.find_resumable()
+    assert resumable.step is None
+    assert [finding.name for finding in resumable.passed_over] == ["step200", "step100"]
 
 
 def flipped(whole: bytes, bit: int) -> bytes:
@@ -163,9 +163,9 @@ def test_a_key_refuses_what_it_did_not_sign(tmp_path):
     other = CheckpointFolder(tmp_path, key=b"x" * 32)
     assert "signed with another key" in str(other.find_resumable().passed_over[0])
     save(CheckpointFolder(tmp_path), 2)
-    found = signed.find_resumable()
-    assert found.step == 1
-    assert "COMMIT.json is not signed, but a key is set" in str(found.passed_over[0])
+    resumable = signed.find_resumable()
+    assert resumable.step == 1
+    assert "COMMIT.json is not signed, but a key is set" in str(resumable.passed_over[0])
     assert KEY.decode() not in (tmp_path / "step1/COMMIT.json").read_text()
 
 
@@ -343,12 +343,12 @@ def test_sigkill_at_any_moment_leaves_the_newest_complete_one(tmp_path):
         newest = max([newest, *told])
         folder = CheckpointFolder(tmp_path)
         folder.clean_up()
-        found = folder.find_resumable()
-        assert not found.passed_over, found
-        assert found.step is None or found.step >= newest, "a save that was reported done is gone"
-        assert folder.latest() == found.step
-        if found.path is not None:
-            assert (found.path / "state.json").read_text() == str(found.step)
+        resumable = folder.find_resumable()
+        assert not resumable.passed_over, resumable
+        assert resumable.step is None or resumable.step >= newest, "a save that was reported done is gone"
+        assert folder.latest() == resumable.step
+        if resumable.path is not None:
+            assert (resumable.path / "state.json").read_text() == str(resumable.step)
     assert newest > 10
 
 

@@ -23,12 +23,12 @@ def content():
 
 @pytest.fixture
 def checkpoint(tmp_path, content):
-    made = tmp_path / "step7"
-    (made / "model_and_optim").mkdir(parents=True)
-    (made / NAME).write_bytes(content)
-    (made / "state.json").write_text("{}")
-    (made / "model_and_optim/__1_0.distcp").touch()
-    return made
+    step = tmp_path / "step7"
+    (step / "model_and_optim").mkdir(parents=True)
+    (step / NAME).write_bytes(content)
+    (step / "state.json").write_text("{}")
+    (step / "model_and_optim/__1_0.distcp").touch()
+    return step
 
 
 def commit_now(checkpoint: Path) -> None:

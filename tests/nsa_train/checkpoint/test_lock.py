@@ -38,9 +38,9 @@ def other(tmp_path):
 def test_two_writers_are_refused_and_the_first_is_named(tmp_path, other):
     with pytest.raises(CheckpointError, match=str(other.pid)):
         RunLock(tmp_path).acquire()
-    found = holder(tmp_path)
-    assert found is not None
-    assert found.pid == other.pid
+    lock_holder = holder(tmp_path)
+    assert lock_holder is not None
+    assert lock_holder.pid == other.pid
 
 
 def test_two_locks_in_one_process_are_refused_too(tmp_path):

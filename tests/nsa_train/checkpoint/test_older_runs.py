@@ -59,7 +59,7 @@ def test_a_setting_it_does_not_know_counts_as_its_default(older_run):
     record = RunRecord.read(older_run / "run" / "checkpoints" / "step4")
     assert "init_std" not in record.config["model"]
     same, raised = (
-        load(older_run / "run.yaml", overrides=[*DEFAULTS_THEN, *given]) for given in ([], ["model.init_std=0.08"])
+        load(older_run / "run.yaml", overrides=[*DEFAULTS_THEN, *changes]) for changes in ([], ["model.init_std=0.08"])
     )
     known = {change.key for change in changed_settings(record, same, 257)}
     assert {change.key for change in changed_settings(record, raised, 257)} - known == {"model.init_std"}

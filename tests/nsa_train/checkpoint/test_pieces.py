@@ -65,9 +65,9 @@ def test_the_number_of_pieces_is_bounded():
 def test_shares_are_contiguous_and_of_like_size():
     dice = random.Random(0)
     sizes = [dice.randrange(1, 100) for _ in range(1000)]
-    found = share(sizes, 7)
-    assert found == sorted(found)
-    parts = [sum(size for size, of in zip(sizes, found, strict=True) if of == number) for number in range(7)]
+    owners = share(sizes, 7)
+    assert owners == sorted(owners)
+    parts = [sum(size for size, of in zip(sizes, owners, strict=True) if of == number) for number in range(7)]
     assert max(parts) - min(parts) <= 200
     assert share([0, 0], 3) == [0, 0]
 
@@ -87,8 +87,8 @@ def test_pieces_of_all_ranks_make_up_the_index():
 def test_copies_are_divided_and_each_has_one_writer():
     pieces: list[Piece] = [(0, (row, 0), (1, 6)) for row in range(8)]
     _, dropped = merge([offered(pieces) for _ in range(4)])
-    kept = [set(range(8)) - numbers for numbers in dropped]
-    assert kept == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    written = [set(range(8)) - numbers for numbers in dropped]
+    assert written == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
 def test_values_are_written_by_the_first_rank_that_has_them():

@@ -114,9 +114,9 @@ def test_damage_between_writing_and_commit_is_found_before_a_resume(tmp_path: Pa
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     folder.commit(1, hashed=writer.hashes)
-    found = folder.find_resumable()
-    assert found.step is None
-    assert "__0_0.distcp does not match its SHA-256" in str(found.passed_over[0])
+    resumable = folder.find_resumable()
+    assert resumable.step is None
+    assert "__0_0.distcp does not match its SHA-256" in str(resumable.passed_over[0])
 
 
 def test_hashes_of_a_background_save_are_asked_for_when_it_has_written(tmp_path: Path) -> None:

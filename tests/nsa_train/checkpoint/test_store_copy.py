@@ -44,9 +44,9 @@ def test_the_copy_is_the_checkpoint(client, folder, tmp_path):
     saved = save(folder, 3, StoreCopy(URL, 3))
     before = content(saved)
     shutil.rmtree(folder.path)
-    found = pull(URL, CheckpointFolder(tmp_path / "other/checkpoints"))
-    assert (found.step, found.passed_over) == (3, ())
-    assert content(found.path) == before
+    resumable = pull(URL, CheckpointFolder(tmp_path / "other/checkpoints"))
+    assert (resumable.step, resumable.passed_over) == (3, ())
+    assert content(resumable.path) == before
 
 
 def test_leftovers_of_a_killed_copy_are_removed(client, folder, tmp_path):

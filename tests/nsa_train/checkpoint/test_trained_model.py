@@ -53,9 +53,9 @@ def runs(tmp_path_factory) -> Path:
 def test_a_run_and_its_checkpoints_keep_the_tokenizer_of_their_data(runs, name):
     expected = load_tokenizer(str(runs / "moved.json"))
     trained = open_trained_model(runs / name)
-    kept = trained.tokenizer()
-    assert kept is not None
-    assert (kept.fingerprint, kept.eos_id) == (expected.fingerprint, expected.eos_id)
+    saved = trained.tokenizer()
+    assert saved is not None
+    assert (saved.fingerprint, saved.eos_id) == (expected.fingerprint, expected.eos_id)
     assert trained.vocab_size == expected.vocab_size
     assert load_tokenizer(str(runs / name)).fingerprint == expected.fingerprint  # beside env.json
     assert set(trained.files.sizes) >= {TOKENIZER, "state.json"}
@@ -63,9 +63,9 @@ def test_a_run_and_its_checkpoints_keep_the_tokenizer_of_their_data(runs, name):
 
 
 def test_synthetic_rows_keep_a_tokenizer_only_if_the_model_has_its_ids(runs):
-    kept = open_trained_model(runs / "synthetic").tokenizer()
-    assert kept is not None
-    assert kept.fingerprint == ByteTokenizer.fingerprint
+    saved = open_trained_model(runs / "synthetic").tokenizer()
+    assert saved is not None
+    assert saved.fingerprint == ByteTokenizer.fingerprint
     assert open_trained_model(runs / "few_ids").tokenizer() is None
     assert not (runs / "few_ids" / TOKENIZER).exists()
 

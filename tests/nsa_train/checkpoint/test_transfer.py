@@ -37,10 +37,10 @@ URL = "s3://models/team/run"
 
 @pytest.fixture
 def folder(tmp_path):
-    made = CheckpointFolder(tmp_path / "run/checkpoints")
+    checkpoints = CheckpointFolder(tmp_path / "run/checkpoints")
     for step in (1, 2):
-        save(made, step)
-    return made
+        save(checkpoints, step)
+    return checkpoints
 
 
 def save(folder: CheckpointFolder, step: int, value: float = 0.0) -> None:
@@ -65,9 +65,9 @@ def content(path: Path) -> dict[str, bytes]:
 def test_there_and_back(client, folder, other):
     for step in (1, 2):
         assert str(push(folder.step_path(step), URL)) == f"{URL}/step{step}"
-    found = pull(URL, other)
-    assert (found.step, found.passed_over) == (2, ())
-    assert content(found.path) == content(folder.step_path(2))
+    pulled = pull(URL, other)
+    assert (pulled.step, pulled.passed_over) == (2, ())
+    assert content(pulled.path) == content(folder.step_path(2))
     assert (other.latest(), other.find_resumable().step) == (2, 2)
 
 
@@ -87,8 +87,8 @@ class Dying:
         self._client, self._left = client, writes
 
     def __getattr__(self, name):
-        found = getattr(self._client, name)
-        return self._counted(found) if name in ("upload_file", "put_object") else found
+        attribute = getattr(self._client, name)
+        return self._counted(attribute) if name in ("upload_file", "put_object") else attribute
 
     def _counted(self, call):
         def write(*args, **kwargs):
@@ -105,10 +105,10 @@ def test_killed_at_any_write_it_is_no_checkpoint(client, folder, other, writes):
     push(folder.step_path(1), URL)
     with pytest.raises(KeyboardInterrupt):
         push(folder.step_path(2), URL, client=Dying(client, writes))
-    found = pull(URL, other)
-    assert found.step == 1
+    pulled = pull(URL, other)
+    assert pulled.step == 1
     if writes:
-        assert "COMMIT.json is missing" in str(found.passed_over[0])
+        assert "COMMIT.json is missing" in str(pulled.passed_over[0])
     client.put_object(Bucket="models", Key="team/run/step2/stray", Body=b"left by a killed copy")
     push(folder.step_path(2), URL)
     assert pull(URL, other).step == 2
@@ -138,10 +138,10 @@ def test_a_bad_one_is_named_and_the_previous_taken(client, folder, other, name, 
         push(folder.step_path(step), URL)
     file = folder.step_path(2) / name
     damage(client, name, change(file.read_bytes() if file.exists() else b""))
-    found = pull(URL, other)
-    assert found.step == 1
-    assert f"{URL}/step2" in str(found.passed_over[0])
-    assert said in str(found.passed_over[0])
+    pulled = pull(URL, other)
+    assert pulled.step == 1
+    assert f"{URL}/step2" in str(pulled.passed_over[0])
+    assert said in str(pulled.passed_over[0])
     assert other.steps() == [1]
     assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
 
@@ -179,9 +179,9 @@ def test_a_key_refuses_what_it_did_not_sign(client, tmp_path, other):
     save(CheckpointFolder(tmp_path / "plain"), 2)
     push(tmp_path / "signed/step1", URL, key=KEY)
     push(tmp_path / "plain/step2", URL)
-    found = pull(URL, other, key=KEY)
-    assert found.step == 1
-    assert "not signed" in str(found.passed_over[0])
+    pulled = pull(URL, other, key=KEY)
+    assert pulled.step == 1
+    assert "not signed" in str(pulled.passed_over[0])
 
 
 def test_a_bad_local_one_is_not_copied(client, folder):
@@ -280,8 +280,8 @@ def test_what_would_not_load_never_reaches_the_run_folder(client, folder, other,
     push(folder.step_path(1), URL)
     hostile(folder, 2, change)
     push(folder.step_path(2), URL)
-    found = pull(URL, other)
-    assert (found.step, other.steps(), len(found.passed_over)) == (1, [1], 1)
+    pulled = pull(URL, other)
+    assert (pulled.step, other.steps(), len(pulled.passed_over)) == (1, [1], 1)
     assert not (folder.path / "canary").exists()
     assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
 
@@ -290,16 +290,16 @@ def test_a_pull_removes_and_replaces_nothing(client, folder, tmp_path):
     """Checkpoints saved here stay, whatever a store offers."""
     here = CheckpointFolder(tmp_path / "here", retention=RetentionPolicy(keep_last=1))
     save(here, 2, 0.5)
-    kept = content(here.step_path(2))
+    before = content(here.step_path(2))
     push(folder.step_path(2), URL)
-    found = pull(URL, here)
-    assert found.step is None
-    assert "is not replaced" in str(found.passed_over[0])
+    pulled = pull(URL, here)
+    assert pulled.step is None
+    assert "is not replaced" in str(pulled.passed_over[0])
     save(folder, 9)
     push(folder.step_path(9), URL)
     assert pull(URL, here).step == 9
     assert here.steps() == [2, 9]
-    assert content(here.step_path(2)) == kept
+    assert content(here.step_path(2)) == before
 
 
 class Stretching:
@@ -335,9 +335,9 @@ class Stretching:
 def test_more_than_was_listed_is_not_downloaded(client, folder, other):
     push(folder.step_path(2), URL)
     store = Stretching(client, more=100)
-    found = pull(URL, other, client=store)
-    assert found.step is None
-    assert "longer than its listed size" in str(found.passed_over[0])
+    pulled = pull(URL, other, client=store)
+    assert pulled.step is None
+    assert "longer than its listed size" in str(pulled.passed_over[0])
     assert store.sent <= 2 * CHUNK_BYTES
     assert other.steps() == []
 
@@ -349,9 +349,9 @@ def test_an_endless_listing_ends(client, other):
 
 def test_what_is_too_large_is_refused_before_it_is_downloaded(client, folder, other):
     push(folder.step_path(2), URL)
-    found = pull(URL, other, max_bytes=100)
-    assert found.step is None
-    assert "more than the" in str(found.passed_over[0])
+    pulled = pull(URL, other, max_bytes=100)
+    assert pulled.step is None
+    assert "more than the" in str(pulled.passed_over[0])
     huge = {NAMES[1]: ManifestEntry(1 << 60, ("0" * 64,) * 3)}
     with pytest.raises(CheckpointError):  # a size that does not go with its hashes
         encode_and_decode(CheckpointManifest(2, "now", huge))
@@ -370,6 +370,6 @@ def test_a_manifest_that_is_too_large_is_not_read(client, folder, other, monkeyp
 
     push(folder.step_path(2), URL)
     monkeypatch.setattr(manifest, "LARGEST_COMMIT_BYTES", 100)
-    found = pull(URL, other)
-    assert found.step is None
-    assert "more than the 100 allowed" in str(found.passed_over[0])
+    pulled = pull(URL, other)
+    assert pulled.step is None
+    assert "more than the 100 allowed" in str(pulled.passed_over[0])

@@ -25,7 +25,7 @@ WEIGHTS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def saved_run(tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     folder = CheckpointFolder(run / "checkpoints")
     for step in (10, 20):
@@ -36,8 +36,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def run(made, tmp_path):
-    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+def run(saved_run, tmp_path):
+    return Path(shutil.copytree(saved_run, tmp_path / "run", symlinks=True))
 
 
 def nsa(*words: object) -> tuple[int, str]:

@@ -39,10 +39,10 @@ def test_the_output_says_how_far_it_is_exact_and_what_a_late_token_reads(dense, 
 
 
 def test_json(dense, tmp_path):
-    found = json.loads(call(dense, tmp_path / "sparse", *SIZES, "--mix", "gated", "--phi", "weighted", "--json"))
-    assert found["covered_tokens"] == 64
-    assert found["layers"]["nsa"]["layers"] == 4
-    assert found["new_parameters"] > 0
+    summary = json.loads(call(dense, tmp_path / "sparse", *SIZES, "--mix", "gated", "--phi", "weighted", "--json"))
+    assert summary["covered_tokens"] == 64
+    assert summary["layers"]["nsa"]["layers"] == 4
+    assert summary["new_parameters"] > 0
     back = json.loads(call(tmp_path / "sparse", tmp_path / "back", "--to-dense", "--json"))
     assert back["unchanged"] == back["tensors"]
     assert back["dropped"]["attention.gates.proj.weight"] == 4

@@ -98,11 +98,11 @@ def test_packages_that_every_start_compiles_anew_are_warned_about(monkeypatch, t
     assert "WARNING: every start compiles torch" in said
     assert "PYTHONDONTWRITEBYTECODE is set" in said
     assert f"python -m compileall -q {Path(torch.__file__).parents[1]}" in said
-    kept = Path(cache_from_source(torch.__file__))
-    kept.parent.mkdir(parents=True)
-    kept.touch()
+    bytecode = Path(cache_from_source(torch.__file__))
+    bytecode.parent.mkdir(parents=True)
+    bytecode.touch()
     assert "every start" not in doctor("--device", "cpu")
-    kept.unlink()
+    bytecode.unlink()
     monkeypatch.setattr("sys.dont_write_bytecode", False)
     assert "every start" not in doctor("--device", "cpu"), "the first start keeps it"
     monkeypatch.setattr("os.access", lambda path, mode: False)

@@ -50,10 +50,10 @@ def test_results_are_printed_written_merged_and_reported(run):
     done = evaluate(run, "--tasks", "associative_recall", *FAST, "--json")
     assert done.exit_code == 0, done.output
     assert set(json.loads(done.stdout)) == {"associative_recall"}
-    (found,) = read_evaluations(run)
-    assert found.step == 20
-    assert found.held_out["rows"] == 3
-    assert set(found.far_tasks) == {"needle", "associative_recall"}
+    (evaluation,) = read_evaluations(run)
+    assert evaluation.step == 20
+    assert evaluation.held_out["rows"] == 3
+    assert set(evaluation.far_tasks) == {"needle", "associative_recall"}
     assert (run / "evaluations" / "step20.json").is_file()
 
     done = CliRunner().invoke(app, ["report", str(run)])
@@ -70,21 +70,21 @@ def test_an_exported_folder_is_evaluated_and_still_loads(run, tmp_path):
         assert done.exit_code == 0, done.output
     done = evaluate(tmp_path / "exported", *FAST, "--tasks", "held_out_loss", "--data", tmp_path / "held.jsonl")
     assert done.exit_code == 0, done.output
-    (found,) = read_evaluations(tmp_path / "exported")
-    assert set(found.far_tasks) == {"needle", "needle_multikey"}
-    assert found.held_out["tokens"] > 0
+    (evaluation,) = read_evaluations(tmp_path / "exported")
+    assert set(evaluation.far_tasks) == {"needle", "needle_multikey"}
+    assert evaluation.held_out["tokens"] > 0
     import_folder(tmp_path / "exported", tmp_path / "imported")
     export_folder(tmp_path / "imported", tmp_path / "again")
     assert (tmp_path / "again" / "README.md").read_bytes() == (tmp_path / "exported" / "README.md").read_bytes()
 
 
 def test_the_same_seed_gives_the_same_results(run, tmp_path):
-    found = []
+    cells = []
     for name in ("a", "b"):
         done = evaluate(run, "--tasks", "needle", *FAST, "--hay", "built-in", "--out", tmp_path / f"{name}.json")
         assert done.exit_code == 0, done.output
-        found.append(json.loads((tmp_path / f"{name}.json").read_text())["results"]["needle"]["cells"])
-    assert found[0] == found[1]
+        cells.append(json.loads((tmp_path / f"{name}.json").read_text())["results"]["needle"]["cells"])
+    assert cells[0] == cells[1]
     assert not (run / "evaluations").exists()
 
 
@@ -150,12 +150,12 @@ def test_a_converted_model_is_evaluated_beside_its_dense_self(converted):
     assert re.search(r"`nsa convert --keep-dense \d` removes \d+ % of the divergence", done.stdout)
     assert "█" in done.stdout
     assert (converted / "sparse" / "evaluations" / "model_layers.svg").read_text().startswith("<svg")
-    (found,) = read_evaluations(converted / "sparse")
-    assert found.unreadable == 0
-    assert found.held_out["loss"] == pytest.approx(found.agreement["loss"])
-    assert found.held_out_against["loss"] == pytest.approx(found.agreement["against_loss"])
-    assert len(found.layers["layers"]) == 4
-    assert found.selection_against == []
+    (evaluation,) = read_evaluations(converted / "sparse")
+    assert evaluation.unreadable == 0
+    assert evaluation.held_out["loss"] == pytest.approx(evaluation.agreement["loss"])
+    assert evaluation.held_out_against["loss"] == pytest.approx(evaluation.agreement["against_loss"])
+    assert len(evaluation.layers["layers"]) == 4
+    assert evaluation.selection_against == []
     alone = converted / "alone.json"
     done = evaluate(
         converted / "sparse",
@@ -170,11 +170,11 @@ def test_a_converted_model_is_evaluated_beside_its_dense_self(converted):
     )
     assert done.exit_code == 0, done.output
     results = json.loads(alone.read_text())["results"]
-    assert results["held_out_loss"]["loss"] == pytest.approx(found.held_out["loss"])
+    assert results["held_out_loss"]["loss"] == pytest.approx(evaluation.held_out["loss"])
     assert "against" not in results["held_out_loss"]
     own = [
         {key: value for key, value in cell.items() if not key.startswith("against")}
-        for cell in found.far_tasks["needle"]
+        for cell in evaluation.far_tasks["needle"]
     ]
     assert own == checked_results(None, results).far_tasks["needle"]
 

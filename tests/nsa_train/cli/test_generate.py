@@ -37,8 +37,8 @@ def loaded(run):
     return load_model(run, device="cpu")
 
 
-def invoke(*words: str | Path, given: str | bytes | None = None):
-    result = CliRunner().invoke(app, [str(word) for word in words], input=given, env={"COLUMNS": "200"})
+def invoke(*words: str | Path, typed: str | bytes | None = None):
+    result = CliRunner().invoke(app, [str(word) for word in words], input=typed, env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -73,10 +73,10 @@ def test_batches_keep_the_order_of_the_prompts(run):
 def test_a_prompt_comes_from_a_file_or_from_standard_input(run, tmp_path):
     (tmp_path / "prompt.txt").write_text("Grüße\n", encoding="utf-8")
     from_file = records(invoke("generate", run, "--prompt-file", tmp_path / "prompt.txt", "--json", *SHORT))[0]
-    from_stdin = records(invoke("generate", run, "--json", *SHORT, given="Grüße\n"))[0]
-    given = records(invoke("generate", run, "-p", "Grüße", "--json", *SHORT))[0]
+    from_stdin = records(invoke("generate", run, "--json", *SHORT, typed="Grüße\n"))[0]
+    from_option = records(invoke("generate", run, "-p", "Grüße", "--json", *SHORT))[0]
     assert from_file["prompt"] == from_stdin["prompt"] == "Grüße"
-    assert from_file["tokens"] == from_stdin["tokens"] == given["tokens"]
+    assert from_file["tokens"] == from_stdin["tokens"] == from_option["tokens"]
 
 
 def test_text_is_prompt_and_continuation_and_the_summary_goes_to_stderr(run, loaded):
@@ -147,7 +147,7 @@ def test_no_prompt_on_a_terminal_names_the_options(run):
 
 def test_chat_without_a_template_names_generate(run):
     with pytest.raises(ConfigError, match="nsa generate"):
-        invoke("chat", run, given="hi\n")
+        invoke("chat", run, typed="hi\n")
 
 
 def test_chat_keeps_the_conversation(run, tmp_path):
@@ -155,7 +155,7 @@ def test_chat_keeps_the_conversation(run, tmp_path):
 
     export_folder(run, tmp_path / "exported")
     (tmp_path / "exported" / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}:")
-    result = invoke("chat", tmp_path / "exported", "--temperature", "0", "-n", "6", given="hi\n\nmore\n")
+    result = invoke("chat", tmp_path / "exported", "--temperature", "0", "-n", "6", typed="hi\n\nmore\n")
     model = load_model(tmp_path / "exported", device="cpu")
     first = model.generate("[hi]:", temperature=0, max_new_tokens=6)
     second = model.generate(f"[hi][{first}][more]:", temperature=0, max_new_tokens=6)

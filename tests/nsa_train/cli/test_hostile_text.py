@@ -96,11 +96,11 @@ def test_pages(run_folder, nsa, tmp_path, command):
     nsa(*((command, run_folder) if command == "report" else (command, run_folder, other)), "--out", page)
     text = page.read_text(encoding="utf-8")
     assert not RAW.search(text)
-    found = Tags()
-    found.feed(text)
-    assert found.tags.count("script") == 1, "only the page's own"
-    assert all(uri.startswith("data:image/png;base64,") for uri in found.sources)
-    assert not found.handlers
+    parser = Tags()
+    parser.feed(text)
+    assert parser.tags.count("script") == 1, "only the page's own"
+    assert all(uri.startswith("data:image/png;base64,") for uri in parser.sources)
+    assert not parser.handlers
     assert "&lt;script&gt;alert(1)" in text
 
 

@@ -32,14 +32,14 @@ def empty_folder(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("name", config_names())
 def test_every_shipped_config_keeps_its_settings_apart_from_its_paths(name):
     run_init("my-run", "--config", name)
-    made, shipped = load("my-run/config.yaml"), load(CONFIGS / f"{name}.yaml")
-    assert made.train.out_dir == "my-run/run"
+    initialized, shipped = load("my-run/config.yaml"), load(CONFIGS / f"{name}.yaml")
+    assert initialized.train.out_dir == "my-run/run"
     paths = {"train.out_dir", "data.path", "data.tokenizer"}
-    differing = {key for key in settings() if made.value(key) != shipped.value(key)}
+    differing = {key for key in settings() if initialized.value(key) != shipped.value(key)}
     assert differing <= paths
     for key in ("data.path", "data.tokenizer"):
         if "artifacts" in str(shipped.value(key)):
-            assert str(made.value(key)).startswith("my-run/")
+            assert str(initialized.value(key)).startswith("my-run/")
     assert "artifacts/" not in Path("my-run/config.yaml").read_text()
 
 

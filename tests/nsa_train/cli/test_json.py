@@ -29,10 +29,10 @@ def test_numbers_that_json_lacks_are_null(capsys):
 
 
 def test_doctor():
-    code, found = call("doctor", "--dtype", "fp32", "--device", "cpu")
+    code, report = call("doctor", "--dtype", "fp32", "--device", "cpu")
     assert code == 0
-    assert found["checks"] is None
-    chosen = [row["branch"] for row in found["backends"] if row["here"] == "chosen"]
+    assert report["checks"] is None
+    chosen = [row["branch"] for row in report["backends"] if row["here"] == "chosen"]
     assert chosen == ["compressed", "select", "selected", "sliding"]
 
 
@@ -42,31 +42,31 @@ def test_doctor_ends_with_1_if_a_check_fails(monkeypatch):
 
     results = [bounded("right", 0.0, 1.0), bounded("wrong", 2.0, 1.0)]
     monkeypatch.setattr(prove, "prove", lambda *_: iter(results))
-    code, found = call("doctor", "--prove", "--dtype", "fp32", "--device", "cpu")
+    code, report = call("doctor", "--prove", "--dtype", "fp32", "--device", "cpu")
     assert code == 1
-    assert [check["holds"] for check in found["checks"]] == [True, False]
+    assert [check["holds"] for check in report["checks"]] == [True, False]
 
 
 def test_config_check(tmp_path):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("runtime: {fa2_enabled: false}\n")
     bad.write_text("train: {lr: abc}\n")
-    code, found = call("config", "check", good)
-    assert (code, found[0]["valid"], len(found[0]["notices"])) == (0, True, 1)
-    code, found = call("config", "check", bad, good)
+    code, verdicts = call("config", "check", good)
+    assert (code, verdicts[0]["valid"], len(verdicts[0]["notices"])) == (0, True, 1)
+    code, verdicts = call("config", "check", bad, good)
     assert code == 20
-    assert [verdict["valid"] for verdict in found] == [False, True]
-    assert "train.lr" in found[0]["problem"]
+    assert [verdict["valid"] for verdict in verdicts] == [False, True]
+    assert "train.lr" in verdicts[0]["problem"]
 
 
 def test_compare(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, a_run(30))
-    code, found = call("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
+    code, comparison = call("compare", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
     assert code == 0
-    assert [run["step"] for run in found["runs"]] == [found["runs"][0]["step"]] * 2
-    assert found["runs"][0]["loss"] > 0
-    assert found["differing_settings"] == {}
+    assert [run["step"] for run in comparison["runs"]] == [comparison["runs"][0]["step"]] * 2
+    assert comparison["runs"][0]["loss"] > 0
+    assert comparison["differing_settings"] == {}
     assert (tmp_path / "page.html").stat().st_size
 
 
@@ -80,24 +80,24 @@ def run(tmp_path):
 
 
 def test_checkpoint_ls(run):
-    code, found = call("checkpoint", "ls", run)
-    assert (code, found["in_use_by"]) == (0, None)
-    assert [(row["step"], row["good"], row["latest"]) for row in found["checkpoints"]] == [
+    code, listing = call("checkpoint", "ls", run)
+    assert (code, listing["in_use_by"]) == (0, None)
+    assert [(row["step"], row["good"], row["latest"]) for row in listing["checkpoints"]] == [
         (10, True, False),
         (20, True, True),
     ]
-    assert found["checkpoints"][0]["bytes"] >= 100
+    assert listing["checkpoints"][0]["bytes"] >= 100
     os.truncate(run / "checkpoints/step20/__0_0.distcp", 10)
-    code, found = call("checkpoint", "ls", run)
-    assert (code, found["checkpoints"][1]["good"]) == (0, False)
-    assert found["checkpoints"][1]["problems"]
+    code, listing = call("checkpoint", "ls", run)
+    assert (code, listing["checkpoints"][1]["good"]) == (0, False)
+    assert listing["checkpoints"][1]["problems"]
 
 
 def test_checkpoint_verify(run):
     assert call("checkpoint", "verify", run)[0] == 0
     data = run / "checkpoints/step20/__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1] + b"y")  # the same size: only the hash tells
-    code, found = call("checkpoint", "verify", run)
+    code, verdicts = call("checkpoint", "verify", run)
     assert code == CheckpointError.exit_code
-    assert [verdict["good"] for verdict in found] == [True, False]
-    assert "step20" in found[1]["problem"]
+    assert [verdict["good"] for verdict in verdicts] == [True, False]
+    assert "step20" in verdicts[1]["problem"]

@@ -28,11 +28,11 @@ def call(*words: str):
 def test_the_first_layout_can_be_given_to_the_config():
     result = call(CONFIG, "--gpus", "h100-80gb:8", "--top", "3", "--json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    speeds = [each["tokens_per_s"] for each in found["layouts"]]
+    plan = json.loads(result.stdout)
+    speeds = [each["tokens_per_s"] for each in plan["layouts"]]
     assert speeds == sorted(speeds, reverse=True)
     assert len(speeds) == 3
-    first = found["layouts"][0]
+    first = plan["layouts"][0]
     planned = load(CONFIG, overrides=first["overrides"])
     assert not list(broken_parallel_rules(planned, 8, 8))
     before = load(CONFIG).train

@@ -37,12 +37,12 @@ def test_the_toy_is_refused_for_a_long_run_in_one_table():
 
 
 def test_the_canonical_long_run_passes_with_a_step_of_fake_tensors():
-    found = json.loads(invoke("preflight", LONG, "--target", "a100-80gb", "--json"))
-    assert (found["refused"], found["long_run"]) == (False, True)
-    status = {verdict["rule"]: verdict["status"] for verdict in found["verdicts"]}
+    report = json.loads(invoke("preflight", LONG, "--target", "a100-80gb", "--json"))
+    assert (report["refused"], report["long_run"]) == (False, True)
+    status = {verdict["rule"]: verdict["status"] for verdict in report["verdicts"]}
     assert status["step"] == status["memory"] == status["model"] == "pass"
     assert status["data"] == status["disk"] == "not checked"
-    assert found["estimate"]["parameters"]["total"] == 123_827_376
+    assert report["estimate"]["parameters"]["total"] == 123_827_376
 
 
 def test_allowed_rules_are_shown_as_allowed():
@@ -84,18 +84,18 @@ def test_the_estimate_fits_a_terminal_and_names_its_assumptions():
 
 
 def test_the_estimates_json_is_in_bytes_and_adds_up():
-    found = json.loads(
+    printed = json.loads(
         invoke("estimate", LONG, "--target", "a100-80gb", "--efficiency", "0.4", "--price", "2", "--json")
     )
-    memory = found["memory_bytes"]
+    memory = printed["memory_bytes"]
     parts = ("weights", "gradients", "optimizer", "activations", "communication", "reserve")
     assert memory["total"] == sum(memory[part] for part in parts)
     assert memory["activations"] == memory["activations_recomputed"] < memory["activations_kept"]
-    assert memory["weights"] == 4 * found["parameters"]["total"]
-    assert found["usd"] == pytest.approx(found["wall_s"] / 3600 * 2)
-    assert [one["backend"] for one in found["backends"]] == ["triton", "portable"]
-    for one in found["backends"]:
-        assert one["usd"] == pytest.approx(found["steps"] * one["step_s"] / 3600 * 2)
+    assert memory["weights"] == 4 * printed["parameters"]["total"]
+    assert printed["usd"] == pytest.approx(printed["wall_s"] / 3600 * 2)
+    assert [one["backend"] for one in printed["backends"]] == ["triton", "portable"]
+    for one in printed["backends"]:
+        assert one["usd"] == pytest.approx(printed["steps"] * one["step_s"] / 3600 * 2)
         assert one["memory_bytes"] > memory["weights"]
 
 

@@ -152,8 +152,8 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
     vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_half_hour.yaml": 2048}
     for name, parameters in _SHIPPED_MODELS.items():
         config = load(ROOT / name, environ={})
-        found = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))
-        assert found.parameters.total == parameters, name
+        run_estimate = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))
+        assert run_estimate.parameters.total == parameters, name
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ def test_estimate_refuses_what_preflight_refuses_and_still_prints_the_figures(tm
         "estimate", tmp_path, "model.dim=8192", "model.n_layers=40", "--target", "rtx3090", "--json"
     )
     assert rules == {"memory"}
-    found = json.loads(printed)
-    assert found["refused_by"] == ["memory"]
-    assert found["memory_bytes"]["total"] > found["memory_bytes"]["available"]
+    figures = json.loads(printed)
+    assert figures["refused_by"] == ["memory"]
+    assert figures["memory_bytes"]["total"] > figures["memory_bytes"]["available"]
 
 
 def test_a_halt_file_beside_other_reasons_is_one_of_them(tmp_path, occupied):

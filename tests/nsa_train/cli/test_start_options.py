@@ -98,8 +98,8 @@ def test_through_the_launcher_to_the_ranks(command, name, arrived, monkeypatch):
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_restart_resumes_from_the_run_folder_and_keeps_the_rest(name, arrived):
     invoke("launch", *WORDS, *differing(name).to_args())
-    kept = {"allow": differing(name).allow}
-    assert rank_options(arrived, restart=True) == StartOptions(resume=True, **kept)
+    unchanged = {"allow": differing(name).allow}
+    assert rank_options(arrived, restart=True) == StartOptions(resume=True, **unchanged)
 
 
 def test_resume_from_wins_over_resume_on_every_way(arrived):

@@ -47,8 +47,8 @@ def test_help_fits_into_80_columns(path):
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CONFIG")}
-    return kept | {"PYTHONPATH": import_path()} | more
+    inherited = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CONFIG")}
+    return inherited | {"PYTHONPATH": import_path()} | more
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,8 @@ def test_status_of_a_run_that_is_well(tmp_path):
     ],
 )
 def test_status_tells_what_is_wrong_by_words_and_by_its_code(tmp_path, name, code, word):
-    found, text = nsa("status", write(tmp_path, UNWELL[name][0]()))
-    assert found == code
+    exit_code, text = nsa("status", write(tmp_path, UNWELL[name][0]()))
+    assert exit_code == code
     assert text.startswith(word)
     assert name in text
 
@@ -90,9 +90,9 @@ def test_status_of_an_empty_folder_is_no_success(tmp_path):
 
 def test_status_as_json_and_as_a_line_of_the_health_log(tmp_path):
     code, text = nsa("status", write(tmp_path, UNWELL["data_slow"][0]()), "--json", "--log")
-    found = json.loads(text)
-    assert (found["phase"], found["exit_code"], code) == ("running", 1, 1)
-    assert [finding["condition"] for finding in found["findings"]] == ["data_slow"]
+    status = json.loads(text)
+    assert (status["phase"], status["exit_code"], code) == ("running", 1, 1)
+    assert [finding["condition"] for finding in status["findings"]] == ["data_slow"]
     (line,) = (tmp_path / names.HEALTH_LOG).read_text().splitlines()
     assert "] WARNING running at step 70, loss" in line
     assert "data_slow (rank 0, step 70): waited 2.1 s" in line

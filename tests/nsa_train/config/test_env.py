@@ -121,6 +121,6 @@ def test_the_process_environment_is_read_in_one_call(monkeypatch):
     monkeypatch.setenv("NSA_FWE_Q", "9")
     monkeypatch.setenv("CONFIG", "x.yaml")
     monkeypatch.setenv("NOT_OURS", "1")
-    found = env.snapshot()
-    assert (found["NSA_FWE_Q"], found["CONFIG"]) == ("9", "x.yaml")
-    assert "NOT_OURS" not in found
+    variables = env.snapshot()
+    assert (variables["NSA_FWE_Q"], variables["CONFIG"]) == ("9", "x.yaml")
+    assert "NOT_OURS" not in variables

@@ -18,7 +18,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 def config(**changes: Any) -> RunConfig:
     """`section__name=value` changes a setting."""
-    values = {section: dict(given) for section, given in SMALL.items()}
+    values = {section: dict(settings) for section, settings in SMALL.items()}
     for key, value in changes.items():
         section, name = key.split("__")
         values[section][name] = value

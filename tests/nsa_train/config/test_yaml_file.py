@@ -143,11 +143,11 @@ class TestShape:
         assert problem.startswith("run.yaml:3: train ")
         assert "line 1" in problem
 
-    @pytest.mark.parametrize(("value", "found"), [("[1, 2]", "a list"), ("{a: 1}", "a mapping")])
-    def test_a_setting_takes_one_value(self, problems, value, found):
+    @pytest.mark.parametrize(("value", "description"), [("[1, 2]", "a list"), ("{a: 1}", "a mapping")])
+    def test_a_setting_takes_one_value(self, problems, value, description):
         (problem,) = problems(f"train:\n  lr: {value}\n")
         assert problem.startswith("run.yaml:2: train.lr ")
-        assert found in problem
+        assert description in problem
 
     def test_a_section_takes_keys(self, problems):
         (problem,) = problems("train: 5\n")
@@ -162,11 +162,11 @@ class TestShape:
         assert problem.endswith("write lr below train:")
 
     @pytest.mark.parametrize(
-        ("text", "found"), [("", "empty"), ("# only a comment\n", "empty"), ("- 1", "not a mapping")]
+        ("text", "description"), [("", "empty"), ("# only a comment\n", "empty"), ("- 1", "not a mapping")]
     )
-    def test_a_file_without_sections_is_refused(self, problems, text, found):
+    def test_a_file_without_sections_is_refused(self, problems, text, description):
         (problem,) = problems(text)
-        assert problem.startswith(f"run.yaml: the file is {found}")
+        assert problem.startswith(f"run.yaml: the file is {description}")
 
     def test_a_key_must_be_a_word(self, problems):
         (problem,) = problems("train:\n  ? [1]\n  : 2\n")
@@ -263,7 +263,7 @@ class TestUnknownNames:
 
 
 def test_everything_wrong_in_every_layer_is_listed_at_once(problems):
-    found = problems(
+    messages = problems(
         "model: {n_heads: 12, n_kv_groups: 5, d_k: 15}\ntrain:\n  lr: abc\n  seed: 1\n  seed: 2\nnope: {}\n",
         environ={"NSA_TOKENISER": "byte", "NSA_FWE_Q": "many"},
         overrides=["data.packing=tight", "lr=1"],
@@ -279,8 +279,8 @@ def test_everything_wrong_in_every_layer_is_listed_at_once(problems):
         "command line: data.packing must be one of",
         "environment NSA_FWE_Q: data.queue_depth must be",
     ]
-    assert len(found) == len(starts)
-    for line, start in zip(found, starts, strict=True):
+    assert len(messages) == len(starts)
+    for line, start in zip(messages, starts, strict=True):
         assert line.startswith(start)
 
 

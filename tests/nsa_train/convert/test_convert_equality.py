@@ -25,8 +25,8 @@ TOLERANCE = 1e-4
 def converted_model(tmp_path, case, options):
     """The dense model, the converted one, and what was converted."""
     dense = save_dense(tmp_path / "dense", case)
-    made = convert_folder(tmp_path / "dense", tmp_path / "sparse", options)
-    return dense, load_model(tmp_path / "sparse", needs_text=False).model, made
+    conversion = convert_folder(tmp_path / "dense", tmp_path / "sparse", options)
+    return dense, load_model(tmp_path / "sparse", needs_text=False).model, conversion
 
 
 def off_by(model, dense, ids_BS):
@@ -37,8 +37,8 @@ def off_by(model, dense, ids_BS):
 
 @pytest.mark.parametrize(("case", "mix"), each_value(list(CASES), list(MIXES)))
 def test_logits_equal_up_to_the_covered_length(case, mix, tmp_path):
-    dense, model, made = converted_model(tmp_path, case, MIXES[mix])
-    length = covered_tokens(made.reads) or LONGEST
+    dense, model, conversion = converted_model(tmp_path, case, MIXES[mix])
+    length = covered_tokens(conversion.reads) or LONGEST
     assert length in (LONGEST, 64)
     ids, begin = token_ids(length, batch=2), length - 20
     with torch.no_grad():
@@ -53,8 +53,8 @@ def test_logits_equal_up_to_the_covered_length(case, mix, tmp_path):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_beyond_the_covered_length_a_query_reads_less(mix, tmp_path):
-    dense, model, made = converted_model(tmp_path, "llama", MIXES[mix])
-    covered = covered_tokens(made.reads)
+    dense, model, conversion = converted_model(tmp_path, "llama", MIXES[mix])
+    covered = covered_tokens(conversion.reads)
     assert covered is not None
     off_S = off_by(model, dense, token_ids(covered + 40))
     assert off_S[:covered].max() <= TOLERANCE
@@ -68,16 +68,16 @@ def test_far_positions_have_the_angles_of_transformers(tmp_path):
 
 
 def test_kept_layers_are_as_dense_as_the_source(tmp_path):
-    dense, model, made = converted_model(tmp_path, "qwen3", replace(OPTIONS, keep_dense=(0, 1, 2, 3)))
-    assert covered_tokens(made.reads) is None
+    dense, model, conversion = converted_model(tmp_path, "qwen3", replace(OPTIONS, keep_dense=(0, 1, 2, 3)))
+    assert covered_tokens(conversion.reads) is None
     assert model.config.attention == "dense"
     assert off_by(model, dense, token_ids(200)).max() <= TOLERANCE
 
 
 def test_a_window_in_place_of_a_dense_layer_covers_its_tokens(tmp_path):
-    dense, model, made = converted_model(tmp_path, "llama", replace(OPTIONS, keep_window=(1,), keep_dense=(0,)))
+    dense, model, conversion = converted_model(tmp_path, "llama", replace(OPTIONS, keep_window=(1,), keep_dense=(0,)))
     assert model.config.layer_kinds() == ["dense", "window", "merged", "merged"]
-    assert covered_tokens(made.reads) == OPTIONS.w
+    assert covered_tokens(conversion.reads) == OPTIONS.w
     off_S = off_by(model, dense, token_ids(OPTIONS.w + 30))
     assert off_S[: OPTIONS.w].max() <= TOLERANCE
     assert off_S[OPTIONS.w :].max() > 100 * TOLERANCE

@@ -90,8 +90,8 @@ def fla_attention(x_SD: Tensor, own: Mapping[str, Tensor]) -> Tensor:
     the largest sum of compressed probabilities over the heads of the group; the window; three sigmoid gates."""
 
     def projected(name: str) -> Tensor:
-        made = F.linear(x_SD, own[f"attn.{name}_proj.weight"], own[f"attn.{name}_proj.bias"])
-        return made.view(len(x_SD), -1, HEAD_DIM)
+        projection_SD = F.linear(x_SD, own[f"attn.{name}_proj.weight"], own[f"attn.{name}_proj.bias"])
+        return projection_SD.view(len(x_SD), -1, HEAD_DIM)
 
     q, k, v = rotated(projected("q")), rotated(projected("k")), projected("v")
     gates = F.linear(x_SD, own["attn.g_proj.weight"]).sigmoid().view(len(x_SD), HEADS, 3)
@@ -150,9 +150,9 @@ def test_there_and_back_is_bit_exact(tmp_path):
     convert_folder(tmp_path / "fla", tmp_path / "ours")
     back = export_dense(tmp_path / "ours", tmp_path / "back")
     assert back.dropped == {"attention.gates.proj.bias": LAYERS}
-    found = load_file(tmp_path / "back/model.safetensors")
-    assert found.keys() == fla_tensors().keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in fla_tensors().items())
+    tensors = load_file(tmp_path / "back/model.safetensors")
+    assert tensors.keys() == fla_tensors().keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in fla_tensors().items())
 
 
 @pytest.mark.parametrize(

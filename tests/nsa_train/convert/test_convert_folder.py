@@ -127,11 +127,11 @@ def dense(tmp_path_factory) -> Path:
 
 
 def test_the_result_is_an_export_like_any_other(dense, tmp_path):
-    made = convert_folder(dense / "whole", tmp_path / "sparse", OPTIONS)
+    conversion = convert_folder(dense / "whole", tmp_path / "sparse", OPTIONS)
     exported = open_exported(tmp_path / "sparse")
     assert exported.config.attention == "merged"
     assert exported.config.rope_angles == "fp32"
-    assert made.parameters == sum(tensor.numel() for tensor in exported.tensors.values())
+    assert conversion.parameters == sum(tensor.numel() for tensor in exported.tensors.values())
     assert "88 tokens" in (tmp_path / "sparse/README.md").read_text()
     record = json.loads((tmp_path / "sparse" / CONVERSION).read_text())
     assert record["architecture"] == "LlamaForCausalLM"
@@ -158,8 +158,8 @@ def with_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def test_a_tokenizer_that_can_be_read_goes_along_as_it_is(tmp_path):
     with_tokenizer(tmp_path / "dense", 300)
-    made = convert_folder(tmp_path / "dense", tmp_path / "sparse", OPTIONS)
-    assert made.tokenizer_problem is None
+    conversion = convert_folder(tmp_path / "dense", tmp_path / "sparse", OPTIONS)
+    assert conversion.tokenizer_problem is None
     loaded = load_model(tmp_path / "sparse")
     end = loaded.tokenizer.eos_token_id
     assert loaded.end_ids == {SIZES["eos_token_id"], end}
@@ -171,9 +171,9 @@ def test_a_tokenizer_that_can_be_read_goes_along_as_it_is(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_read_is_data(tmp_path):
     with_tokenizer(tmp_path / "dense", 259)
-    made = convert_folder(tmp_path / "dense", tmp_path / "sparse", OPTIONS)
-    assert made.tokenizer_problem is not None
-    assert "ids" in made.tokenizer_problem
+    conversion = convert_folder(tmp_path / "dense", tmp_path / "sparse", OPTIONS)
+    assert conversion.tokenizer_problem is not None
+    assert "ids" in conversion.tokenizer_problem
     load_model(tmp_path / "sparse", needs_text=False)
     convert_folder(tmp_path / "dense", tmp_path / "sparse", OPTIONS, overwrite=True)
     export_dense(tmp_path / "sparse", tmp_path / "back")

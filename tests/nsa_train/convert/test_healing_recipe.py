@@ -54,8 +54,8 @@ def runs(tmp_path_factory):
 def progress(run: Path) -> list[tuple]:
     records = map(json.loads, (run / "heartbeat_rank0.jsonl").read_text().splitlines())
     wanted = ("step", "loss", "grad_norm", "selector_loss")
-    found = {r["step"]: tuple(r[name] for name in wanted) for r in records if r["msg"] == "progress"}
-    return [found[step] for step in sorted(found)]
+    by_step = {r["step"]: tuple(r[name] for name in wanted) for r in records if r["msg"] == "progress"}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def exported(run: Path) -> dict[str, torch.Tensor]:

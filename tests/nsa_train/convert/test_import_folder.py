@@ -49,9 +49,9 @@ def test_an_imported_run_has_the_tokenizer_and_settings_of_the_first(kind, tmp_p
     import_folder(tmp_path / "out", tmp_path / "back", key=KEY)
     first, back = open_trained_model(tmp_path / "run"), open_trained_model(tmp_path / "back", key=KEY)
     assert back.record.step == first.record.step == 20
-    kept = back.tokenizer()
-    assert kept is not None
-    assert kept.fingerprint == tokenizer.fingerprint
+    saved = back.tokenizer()
+    assert saved is not None
+    assert saved.fingerprint == tokenizer.fingerprint
     assert back.config.nsa == first.config.nsa
     assert back.config.model.model_dump(exclude={"ffn_dim"}) == first.config.model.model_dump(exclude={"ffn_dim"})
     assert back.config.model.ffn_size == first.config.model.ffn_size

@@ -45,12 +45,12 @@ def ours(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folders(ours, tmp_path_factory):
-    made = {}
+    folder_of = {}
     for kind, tokenizer in ours.items():
-        made[kind] = tmp_path_factory.mktemp(kind)
+        folder_of[kind] = tmp_path_factory.mktemp(kind)
         for name, text in tokenizer_files(tokenizer, 128).items():
-            (made[kind] / name).write_text(text, encoding="utf-8")
-    return made
+            (folder_of[kind] / name).write_text(text, encoding="utf-8")
+    return folder_of
 
 
 @pytest.fixture(scope="module")

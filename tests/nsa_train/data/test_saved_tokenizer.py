@@ -126,9 +126,9 @@ def test_a_prepared_set_keeps_its_tokenizer(tokenizer, tmp_path):
     folder = StorageFolder(str(tmp_path))
     assert read_from_set(folder, manifest_of(tokenizer)) is None
     save_with_set(folder, tokenizer, tokenizer.vocab_size, tokenizer.fingerprint)
-    kept = read_from_set(folder, manifest_of(tokenizer))
-    assert kept is not None
-    assert kept.fingerprint == tokenizer.fingerprint
+    saved = read_from_set(folder, manifest_of(tokenizer))
+    assert saved is not None
+    assert saved.fingerprint == tokenizer.fingerprint
 
 
 def test_a_set_does_not_keep_or_read_another_tokenizer(bpe, tmp_path):
@@ -147,8 +147,8 @@ def test_a_given_tokenizer_stands_in_for_none_and_must_else_be_the_kept_one(toke
     assert choose_tokenizer(None, None) is None
     assert choose_tokenizer(None, tokenizer) is tokenizer
     same = "byte" if isinstance(tokenizer, ByteTokenizer) else path
-    for kept in (None, tokenizer):
-        assert choose_tokenizer(same, kept).fingerprint == tokenizer.fingerprint
+    for saved in (None, tokenizer):
+        assert choose_tokenizer(same, saved).fingerprint == tokenizer.fingerprint
     other = ByteTokenizer() if same is path else train_bpe(TEXTS * 20, 400, path)
     with pytest.raises(DataError, match="fingerprint"):
         choose_tokenizer(same, other)

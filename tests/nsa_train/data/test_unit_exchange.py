@@ -52,7 +52,7 @@ class Ranks:
 
     def read(self, steps: int) -> list[object]:
         """Rows of `steps` global batches in order; raises what any rank met."""
-        found: dict[tuple[int, int], object] = {}
+        parts: dict[tuple[int, int], object] = {}
         errors: list[NSAError] = []
 
         def one(rank: int) -> None:
@@ -60,7 +60,7 @@ class Ranks:
                 for step in range(steps):
                     batch = self.streams[rank].next_batch(GLOBAL_ROWS, rank, self.world)
                     assert batch.provenance is not None
-                    found[step, rank] = [
+                    parts[step, rank] = [
                         (row, segments, tokens.tolist())
                         for row, segments, tokens in zip(
                             batch.row_ids.tolist(), batch.provenance, batch.tokens, strict=True
@@ -77,7 +77,7 @@ class Ranks:
         self.errors = errors
         if errors:
             raise errors[0]
-        return [row for key in sorted(found) for row in found[key]]  # type: ignore[attr-defined]
+        return [row for key in sorted(parts) for row in parts[key]]  # type: ignore[attr-defined]
 
     def state(self) -> dict[str, Any]:
         states = [stream.state_dict() for stream in self.streams]

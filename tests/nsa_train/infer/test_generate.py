@@ -125,16 +125,16 @@ def _interruptible():
 @pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_keeps_what_was_made(loaded):
     def interrupt(row: int, piece: str) -> None:
-        made.append(piece)
-        if len(made) == 5:
+        pieces.append(piece)
+        if len(pieces) == 5:
             signal.raise_signal(signal.SIGINT)
 
-    made: list[str] = []
+    pieces: list[str] = []
     settings = SamplingSettings(temperature=0, max_new_tokens=500)
     result = generate_batch(loaded, loaded.encode(["A"]), settings, on_text=interrupt)
     assert result.interrupted
     assert result.completions[0].finish_reason == "interrupted"
-    assert result.completions[0].text == "".join(made)
+    assert result.completions[0].text == "".join(pieces)
     assert 5 <= len(result.completions[0].tokens) < 40
     whole = loaded.generate_batch(["A"], temperature=0, max_new_tokens=40)
     assert whole.completions[0].tokens[: len(result.completions[0].tokens)] == result.completions[0].tokens

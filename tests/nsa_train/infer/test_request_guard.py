@@ -182,18 +182,18 @@ def server(tmp_path_factory):
 @pytest.mark.parametrize("stream", [False, True])
 def test_malformed_completions_are_refused(server, stream):
     for name, fields in BAD_COMPLETIONS.items():
-        found = server.refusal(
+        refusal = server.refusal(
             COMPLETIONS, {"prompt": "a", "max_tokens": 2, "stream": stream, **fields} if fields else {}
         )
-        assert found["status"] == 400, (name, found)
+        assert refusal["status"] == 400, (name, refusal)
     server.require_answers()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_malformed_chats_are_refused(server, stream):
     for name, fields in BAD_CHATS.items():
-        found = server.refusal(CHAT, {"messages": HI, "max_tokens": 2, "stream": stream, **fields})
-        assert found["status"] == 400, (name, found)
+        refusal = server.refusal(CHAT, {"messages": HI, "max_tokens": 2, "stream": stream, **fields})
+        assert refusal["status"] == 400, (name, refusal)
     server.require_answers()
 
 
@@ -228,8 +228,8 @@ def test_a_prompt_that_the_context_cannot_hold_is_refused_at_once(server):
             (COMPLETIONS, {"prompt": "a" * size}),
             (CHAT, {"messages": [{"role": "user", "content": "a" * size}]}),
         ):
-            found = server.refusal(path, body)
-            assert (found["status"], found["code"]) == (413 if size > 50_000 else 400, "context_length_exceeded")
+            refusal = server.refusal(path, body)
+            assert (refusal["status"], refusal["code"]) == (413 if size > 50_000 else 400, "context_length_exceeded")
     server.require_answers()
     assert time.monotonic() - began < 60
     # What fits is answered, up to the end of the context and no further.

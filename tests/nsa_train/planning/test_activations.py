@@ -211,5 +211,5 @@ def test_the_portable_kernels_on_a_gpu_take_what_they_allocate(seq_len):
         recorded.peak_bytes = before = recorded.live_bytes
         gradients = portable.attend_backward(x, out, empty(*heads, dtype=torch.float32), out, None)
         peak = recorded.peak_bytes - before
-    kept = sum(x.nbytes for x in gradients) + 2 * (gradients[1].nbytes + gradients[2].nbytes)  # summed in fp32
-    assert reckoned == pytest.approx(peak - kept, rel=0.1)
+    held = sum(x.nbytes for x in gradients) + 2 * (gradients[1].nbytes + gradients[2].nbytes)  # summed in fp32
+    assert reckoned == pytest.approx(peak - held, rel=0.1)

@@ -51,20 +51,20 @@ def test_parameters_and_optimizer_bytes_are_those_of_the_run(variant):
     from nsa_train.train.engine.build import build_train_module
 
     config = changed(**VARIANTS[variant])
-    found = reckon(config)
+    run_estimate = reckon(config)
     module = build_train_module(config, VOCAB, RankInfo(), torch.device("cpu"))
     weights = list(module.model.parameters())
     for weight in weights:
         weight.grad = torch.zeros_like(weight)
     module.optim.step()
     states = [value for state in module.optim.state.values() for value in state.values()]
-    assert found.parameters.total == sum(weight.numel() for weight in weights)
-    assert found.memory.weights == found.memory.gradients == sum(weight.nbytes for weight in weights)
-    assert found.memory.optimizer == sum(value.nbytes for value in states)
-    assert found.parameters.tensors == len(weights)
+    assert run_estimate.parameters.total == sum(weight.numel() for weight in weights)
+    assert run_estimate.memory.weights == run_estimate.memory.gradients == sum(weight.nbytes for weight in weights)
+    assert run_estimate.memory.optimizer == sum(value.nbytes for value in states)
+    assert run_estimate.parameters.tensors == len(weights)
     by_name = {name: weight.numel() for name, weight in module.model.named_parameters()}
-    assert found.parameters.attention == sum(size for name, size in by_name.items() if ".attention." in name)
-    assert found.parameters.norms == sum(size for name, size in by_name.items() if ".attention." not in name
+    assert run_estimate.parameters.attention == sum(size for name, size in by_name.items() if ".attention." in name)
+    assert run_estimate.parameters.norms == sum(size for name, size in by_name.items() if ".attention." not in name
                                          and name.endswith("norm.weight"))  # fmt: skip
 
 
@@ -73,9 +73,16 @@ def test_flops_are_the_models_own(variant):
     config = changed(**VARIANTS[variant])
     with torch.device("meta"):
         model = build_model(config, VOCAB)
-    found = reckon(config)
-    assert sum(found.flops_per_token.values()) == pytest.approx(model.flops_per_token(config.train.seq_len))
-    assert {"select", "compressed", "selected", "sliding", "feed_forward", "head"} <= found.flops_per_token.keys()
+    run_estimate = reckon(config)
+    assert sum(run_estimate.flops_per_token.values()) == pytest.approx(model.flops_per_token(config.train.seq_len))
+    assert {
+        "select",
+        "compressed",
+        "selected",
+        "sliding",
+        "feed_forward",
+        "head",
+    } <= run_estimate.flops_per_token.keys()
 
 
 def test_recomputing_costs_one_more_forward_pass_of_the_blocks_up_to_their_last_product():
@@ -121,14 +128,14 @@ def test_ranks_share_the_rows_of_a_pass():
 
 def test_time_and_price_follow_from_what_was_stated():
     config = changed()
-    found = reckon(config, "a100-80gb:2", efficiency=0.5, price=2.0)
-    flops = sum(found.flops_per_token.values())
-    arithmetic_s = found.tokens_per_step * flops / (2 * 19.5e12 * 0.5)
-    assert found.step_s == pytest.approx(arithmetic_s + 28 * found.parameters.total / 2039e9)
-    assert found.wall_s == pytest.approx(10 * found.step_s)
-    assert found.usd == pytest.approx(found.wall_s / 3600 * 4.0)
-    assert "50%" in found.timing
-    assert "given" in found.timing
+    run_estimate = reckon(config, "a100-80gb:2", efficiency=0.5, price=2.0)
+    flops = sum(run_estimate.flops_per_token.values())
+    arithmetic_s = run_estimate.tokens_per_step * flops / (2 * 19.5e12 * 0.5)
+    assert run_estimate.step_s == pytest.approx(arithmetic_s + 28 * run_estimate.parameters.total / 2039e9)
+    assert run_estimate.wall_s == pytest.approx(10 * run_estimate.step_s)
+    assert run_estimate.usd == pytest.approx(run_estimate.wall_s / 3600 * 4.0)
+    assert "50%" in run_estimate.timing
+    assert "given" in run_estimate.timing
 
 
 def test_an_assumption_is_called_one_and_a_measurement_one():
@@ -139,10 +146,10 @@ def test_an_assumption_is_called_one_and_a_measurement_one():
 
 
 def test_a_checkpoint_holds_weights_and_optimizer():
-    found = reckon(changed())
-    tensors = found.memory.weights + found.memory.optimizer
-    assert tensors < found.checkpoint_bytes < tensors + found.parameters.tensors * 2**16
-    assert found.export_bytes == 2 * found.memory.weights
+    run_estimate = reckon(changed())
+    tensors = run_estimate.memory.weights + run_estimate.memory.optimizer
+    assert tensors < run_estimate.checkpoint_bytes < tensors + run_estimate.parameters.tensors * 2**16
+    assert run_estimate.export_bytes == 2 * run_estimate.memory.weights
 
 
 def test_memory_is_what_fits_or_not():

@@ -7,8 +7,8 @@ from nsa_train.planning.layout_plan import LLAMA3_GPU_HOURS, FailureModel, RunGo
 
 def best(gpus, save_s, restart_s):
     mtbf_s = FailureModel().mtbf_s(gpus)
-    found = RunGoodput(mtbf_s, save_s, restart_s, interval_s=1.0)
-    return RunGoodput(mtbf_s, save_s, restart_s, interval_s=found.best_interval_s)
+    any_interval = RunGoodput(mtbf_s, save_s, restart_s, interval_s=1.0)
+    return RunGoodput(mtbf_s, save_s, restart_s, interval_s=any_interval.best_interval_s)
 
 
 @pytest.mark.parametrize(
@@ -16,10 +16,10 @@ def best(gpus, save_s, restart_s):
     [(64, 5, 600, 89, 0.002), (1024, 5, 600, 22, 0.011), (1024, 60, 600, 77, 0.029), (4096, 5, 180, 11, 0.019)],
 )
 def test_interval_and_loss_at_the_optimum(gpus, save_s, restart_s, minutes, lost):
-    found = best(gpus, save_s, restart_s)
-    assert found.interval_s / 60 == pytest.approx(minutes, abs=1)
-    assert found.lost == pytest.approx(lost, abs=6e-4)
-    assert found.lost_at(2 * found.interval_s) > found.lost < found.lost_at(found.interval_s / 2)
+    optimum = best(gpus, save_s, restart_s)
+    assert optimum.interval_s / 60 == pytest.approx(minutes, abs=1)
+    assert optimum.lost == pytest.approx(lost, abs=6e-4)
+    assert optimum.lost_at(2 * optimum.interval_s) > optimum.lost < optimum.lost_at(optimum.interval_s / 2)
 
 
 def test_the_default_rate_is_llama_3s():

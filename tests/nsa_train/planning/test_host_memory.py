@@ -72,5 +72,5 @@ def test_a_process_counts_with_its_children():
 
 
 def test_without_proc_it_is_what_is_installed(tmp_path):
-    found = host_memory(tmp_path, tmp_path)
-    assert found.total == found.available > 0
+    memory = host_memory(tmp_path, tmp_path)
+    assert memory.total == memory.available > 0

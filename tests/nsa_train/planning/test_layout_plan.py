@@ -35,8 +35,8 @@ def config(*changes, name="base_7b_128k"):
 
 def test_layouts_keep_the_rules_and_the_global_batch():
     run = config("train.batch_size=16", "train.accumulate_grad_batches=4")
-    found = list(layouts(run, 128, RANKS_PER_NODE))
-    possible = [each for each in found if isinstance(each, ParallelLayout)]
+    splits = list(layouts(run, 128, RANKS_PER_NODE))
+    possible = [each for each in splits if isinstance(each, ParallelLayout)]
     assert {each.tp for each in possible} == {1, 2, 4}  # four groups
     assert {each.data for each in possible} == {"fsdp", "hsdp"}
     for each in possible:
@@ -44,7 +44,7 @@ def test_layouts_keep_the_rules_and_the_global_batch():
         assert list(broken_parallel_rules(divided, 128, RANKS_PER_NODE)) == []
         assert divided.train.batch_size * divided.train.accumulate_grad_batches == 64
         assert load(CONFIGS / "base_7b_128k.yaml", overrides=each.overrides()).parallel == divided.parallel
-    reasons = {(each.tp, each.cp): each.reason for each in found if isinstance(each, ImpossibleSplit)}
+    reasons = {(each.tp, each.cp): each.reason for each in splits if isinstance(each, ImpossibleSplit)}
     assert "model.n_kv_groups" in reasons[8, 1]
     assert "global batch of 64 rows" in reasons[1, 1]
 
@@ -64,10 +64,10 @@ def test_the_best_layout_fits_and_a_smaller_gpu_needs_a_longer_split():
 
 def test_waiting_communication_counts_and_hidden_communication_does_not():
     plan = plan_layouts(config("train.batch_size=64"), parse_target("h100-80gb:64"), 32768)
-    found = next(each for each in plan.ranked if each.layout.cp > 1)
-    waits = sum(each.seconds for each in found.traffic if each.use.purpose in ("halo", "gather keys"))
-    assert 0 < waits < found.exposed_s
-    assert found.step_s == found.compute_s + found.exposed_s
+    option = next(each for each in plan.ranked if each.layout.cp > 1)
+    waits = sum(each.seconds for each in option.traffic if each.use.purpose in ("halo", "gather keys"))
+    assert 0 < waits < option.exposed_s
+    assert option.step_s == option.compute_s + option.exposed_s
 
 
 def test_a_group_inside_a_node_has_the_nodes_links_and_one_across_them_the_network():
@@ -132,6 +132,6 @@ def test_merged_layers_read_blocks_before_the_window_and_attend_to_no_compressed
 def test_counts_are_extended_along_a_line():
     group = CollectiveGroup("all_gather", 8, 1)
     two, three = (StepCounts(n, 1, 10 + n, 100 + 5 * n, 7.0 * n, {group: CollectiveTotal(n, 64 * n)}) for n in (2, 3))
-    found = two.extended(three, 10)
-    assert found == StepCounts(10, 1, 20, 150, 70, {group: CollectiveTotal(10, 640)}, extended_from=3)
-    assert StepCounts.from_json(found.as_json()) == found
+    extended = two.extended(three, 10)
+    assert extended == StepCounts(10, 1, 20, 150, 70, {group: CollectiveTotal(10, 640)}, extended_from=3)
+    assert StepCounts.from_json(extended.as_json()) == extended

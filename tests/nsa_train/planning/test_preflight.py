@@ -255,10 +255,10 @@ def test_disk_is_needed_for_the_kept_checkpoints_and_the_one_being_written():
 def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
     train = dict(steps=steps, save_every=save_every, keep_every=keep_every, keep_checkpoints=keep, warmup_steps=0)
     saved = sorted({*(range(save_every, steps + 1, save_every) if save_every else ()), steps})
-    kept = {step for step in saved if step in saved[-keep:] or (keep_every and step % keep_every == 0)}
+    kept_steps = {step for step in saved if step in saved[-keep:] or (keep_every and step % keep_every == 0)}
     reckoned = facts(train=train).estimate
-    assert reckoned.kept_checkpoints == len(kept)
-    need = (len(kept) + 1) * reckoned.checkpoint_bytes + reckoned.export_bytes
+    assert reckoned.kept_checkpoints == len(kept_steps)
+    need = (len(kept_steps) + 1) * reckoned.checkpoint_bytes + reckoned.export_bytes
     assert "disk" not in failed(facts(train=train, folder=replace(FOLDER, disk_free=need)))
     assert "disk" in failed(facts(train=train, folder=replace(FOLDER, disk_free=need - 1)))
 
@@ -277,21 +277,21 @@ def test_a_fix_for_memory_is_one_that_helps():
 def test_checkpointing_is_demanded_only_where_memory_is_short():
     """The same run without checkpointing passes on a GPU where it fills a small part of the memory."""
 
-    def found(target: str, mode: str):
+    def verdict_on(target: str, mode: str):
         of = facts(target, train=dict(batch_size=TIGHT), runtime=dict(gradient_checkpointing=mode))
         return next(v for v in judge(of) if v.rule == "gradient_checkpointing")
 
-    assert found("a100-80gb", "off").status == RuleStatus.PASS
-    tight = found("rtx3090", "off")
+    assert verdict_on("a100-80gb", "off").status == RuleStatus.PASS
+    tight = verdict_on("rtx3090", "off")
     assert (tight.status, tight.fix) == (RuleStatus.FAIL, "Set runtime.gradient_checkpointing=selective.")
-    assert found("rtx3090", "selective").status == found("rtx3090", "full").status == RuleStatus.PASS
+    assert verdict_on("rtx3090", "selective").status == verdict_on("rtx3090", "full").status == RuleStatus.PASS
 
 
 def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
     of = facts(here=False, dry_run=DryRun.not_tried("there is no such GPU here"))
-    found = statuses(of)
+    status_of = statuses(of)
     for rule in ("disk", "data", "model", "step", "checkpoint"):
-        assert found[rule] == RuleStatus.NOT_CHECKED
+        assert status_of[rule] == RuleStatus.NOT_CHECKED
     require_passed(judge(of))
     unknown = statuses(replace(facts(), estimate=None))
     assert {rule for rule, status in unknown.items() if status == RuleStatus.NOT_CHECKED} == {

@@ -53,8 +53,8 @@ def verdicts(name: str, target: str, *changes: str):
     return judge(facts), facts
 
 
-def broken(found) -> set[str]:
-    return {verdict.rule for verdict in found if verdict.status == RuleStatus.FAIL}
+def broken(rule_verdicts) -> set[str]:
+    return {verdict.rule for verdict in rule_verdicts if verdict.status == RuleStatus.FAIL}
 
 
 def test_every_config_has_its_hardware():
@@ -63,8 +63,8 @@ def test_every_config_has_its_hardware():
 
 @pytest.mark.parametrize("name", INTENDED)
 def test_a_shipped_config_breaks_no_rule_on_its_hardware(name):
-    found, facts = verdicts(name, INTENDED[name])
-    assert broken(found) == set()
+    rule_verdicts, facts = verdicts(name, INTENDED[name])
+    assert broken(rule_verdicts) == set()
     assert facts.estimate.memory.fits
     assert is_long(facts) == (facts.config.train.steps >= 5000)
 
@@ -75,8 +75,8 @@ def test_the_24_gb_config_fits_every_gpu_its_header_names(target):
 
 
 def test_the_post_mortems_run_is_refused_with_every_reason_at_once():
-    found, _ = verdicts("train_showcase", "a100-80gb:2", "train.steps=50000", "train.save_every=0")
-    assert broken(found) == {
+    rule_verdicts, _ = verdicts("train_showcase", "a100-80gb:2", "train.steps=50000", "train.save_every=0")
+    assert broken(rule_verdicts) == {
         "precision", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence",
     }  # fmt: skip
     header = (CONFIGS / "train_showcase.yaml").read_text().partition("profile:")[0]
@@ -98,18 +98,24 @@ def test_the_base_configs_are_for_long_sequences():
 @pytest.mark.parametrize("name", BASE)
 def test_the_numbers_in_the_header_of_a_base_config_are_the_estimates(name):
     _, facts = verdicts(name, INTENDED[name])
-    text, found = header(name), facts.estimate
+    text, run_estimate = header(name), facts.estimate
     used, available = re.search(r"(\d+) of (\d+) GiB by `nsa estimate`", text).groups()
-    assert (int(used), int(available)) == (round(found.memory.total / 2**30), round(found.memory.available / 2**30))
+    assert (int(used), int(available)) == (
+        round(run_estimate.memory.total / 2**30),
+        round(run_estimate.memory.available / 2**30),
+    )
     count, unit = re.search(r"([\d.]+) (million|billion) parameters", text).groups()
     assert float(count) == round(
-        found.parameters.total / {"million": 1e6, "billion": 1e9}[unit], len(count.partition(".")[2])
+        run_estimate.parameters.total / {"million": 1e6, "billion": 1e9}[unit], len(count.partition(".")[2])
     )
     billions, steps, per_step = re.search(
         r"([\d.]+) billion tokens in ([\d,]+) steps \(([\d,]+) per step\)", text
     ).groups()
-    assert (int(steps.replace(",", "")), int(per_step.replace(",", ""))) == (found.steps, found.tokens_per_step)
-    assert float(billions) == pytest.approx(found.steps * found.tokens_per_step / 1e9, rel=0.02)
+    assert (int(steps.replace(",", "")), int(per_step.replace(",", ""))) == (
+        run_estimate.steps,
+        run_estimate.tokens_per_step,
+    )
+    assert float(billions) == pytest.approx(run_estimate.steps * run_estimate.tokens_per_step / 1e9, rel=0.02)
     assert f"--target {INTENDED[name]}" in text
 
 
@@ -127,10 +133,10 @@ def test_the_7b_config_has_the_papers_attention_and_needs_its_rows_divided():
     assert (nsa.l, nsa.d, nsa.l_sel, nsa.n_sel, nsa.w) == (32, 16, 64, 16, 512)
     assert (nsa.phi, nsa.phi_pos_emb, nsa.gate, nsa.rope_compressed) == ("mlp", True, "sigmoid", "after")
     undivided = ("parallel.cp=1", "train.batch_size=512", "runtime.gradient_checkpointing=full")
-    found, facts = verdicts("base_7b_128k", "h100-80gb:512", *undivided)
-    assert broken(found) == {"memory"}
-    kept = round(facts.estimate.memory.activations.peak("full") / 2**30)
-    assert f"{kept} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
+    rule_verdicts, facts = verdicts("base_7b_128k", "h100-80gb:512", *undivided)
+    assert broken(rule_verdicts) == {"memory"}
+    activations_gib = round(facts.estimate.memory.activations.peak("full") / 2**30)
+    assert f"{activations_gib} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
     assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
 
 
@@ -162,8 +168,8 @@ def test_a_missing_tokenizer_is_refused_before_the_run_and_the_command_in_the_he
     assert config.data.tokenizer != "byte"
 
     def data_rule():
-        found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
-        return next(verdict for verdict in found if verdict.rule == "data")
+        rule_verdicts = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+        return next(verdict for verdict in rule_verdicts if verdict.rule == "data")
 
     assert data_rule().status == RuleStatus.FAIL
     assert config.data.tokenizer in data_rule().message
@@ -191,5 +197,5 @@ def test_a_config_says_how_its_tokenizer_is_made(file):
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
     config = load(CONFIGS / "train_50k.yaml", overrides=["data.tokenizer=byte", "model.vocab_size=256"])
-    found = judge(gather(config, parse_target("here", "cpu"), try_it=False))
-    assert "model.vocab_size (256)" in next(verdict for verdict in found if verdict.rule == "data").message
+    rule_verdicts = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+    assert "model.vocab_size (256)" in next(verdict for verdict in rule_verdicts if verdict.rule == "data").message

@@ -33,13 +33,17 @@ def test_the_backend_that_will_run():
 
 
 def test_time_memory_and_price_are_of_the_backend_that_will_run():
-    found = reckon("a100-80gb", "kernels.compressed=portable", "kernels.select=portable",
+    run_estimate = reckon("a100-80gb", "kernels.compressed=portable", "kernels.select=portable",
                    "kernels.selected=portable", "kernels.sliding=portable")  # fmt: skip
-    (portable,) = [one for one in found.backends if one.backend == "portable"]
-    assert (found.backend, found.step_s, found.memory) == ("portable", portable.step_s, portable.memory)
-    assert found.usd == pytest.approx(found.price_of(portable.step_s))
+    (portable,) = [one for one in run_estimate.backends if one.backend == "portable"]
+    assert (run_estimate.backend, run_estimate.step_s, run_estimate.memory) == (
+        "portable",
+        portable.step_s,
+        portable.memory,
+    )
+    assert run_estimate.usd == pytest.approx(run_estimate.price_of(portable.step_s))
     assert reckon().backend == "triton"
-    assert reckon().tokens_per_s > 4 * found.tokens_per_s
+    assert reckon().tokens_per_s > 4 * run_estimate.tokens_per_s
 
 
 def test_triton_takes_the_modelled_time_of_the_base_shape():
@@ -86,7 +90,7 @@ def test_a_gpu_that_is_not_modelled_is_judged_like_one_that_is_and_says_so():
 
 def test_recomputing_takes_time_and_selective_checkpointing_spares_the_kernels():
     modes = [reckon("a100-80gb", f"runtime.gradient_checkpointing={mode}") for mode in ("off", "selective", "full")]
-    off, selective, full = (found.step_s for found in modes)
+    off, selective, full = (run_estimate.step_s for run_estimate in modes)
     assert off < selective < full
     rest = modes[1].recomputed_flops_per_token * modes[1].tokens_per_step / (0.25 * 312e12)
     assert selective - off == pytest.approx(rest, rel=1e-6)

@@ -34,13 +34,13 @@ def test_results_are_merged_by_name_and_cells_by_length_and_depth(tmp_path):
     add(tmp_path, held_out_loss=HELD_OUT, needle=far(cell(1024, 0.5), cell(1024, 1.0)))
     add(tmp_path, needle=far(cell(4096, 0.5), cell(1024, 0.5, accuracy=1.0)))
     add(tmp_path, **{"lm_eval/niah_single_1": dict(settings={}, metrics={"4096,none": 0.25})})
-    (found,) = read_evaluations(tmp_path)
-    assert (found.step, found.model, found.unreadable) == (20, "checkpoints/step20", 0)
-    assert (found.held_out["loss"], found.held_out["accuracy"]) == (2.78, 0.41)
-    assert [row["loss"] for row in found.held_out["by_position"]] == [3.0, 2.5]
-    cells = [(row["length"], row["depth"], row["accuracy"]) for row in found.far_tasks["needle"]]
+    (evaluation,) = read_evaluations(tmp_path)
+    assert (evaluation.step, evaluation.model, evaluation.unreadable) == (20, "checkpoints/step20", 0)
+    assert (evaluation.held_out["loss"], evaluation.held_out["accuracy"]) == (2.78, 0.41)
+    assert [row["loss"] for row in evaluation.held_out["by_position"]] == [3.0, 2.5]
+    cells = [(row["length"], row["depth"], row["accuracy"]) for row in evaluation.far_tasks["needle"]]
     assert cells == [(1024, 0.5, 1.0), (1024, 1.0, 0.5), (4096, 0.5, 0.5)]
-    assert found.lm_eval == {"niah_single_1": {"4096,none": 0.25}}
+    assert evaluation.lm_eval == {"niah_single_1": {"4096,none": 0.25}}
     raw = json.loads(evaluation_file(tmp_path, 20).read_text())
     assert raw["format"] == 1
     assert raw["results"]["needle"]["nsa"]
@@ -87,8 +87,8 @@ def test_values_of_other_types_are_left_out(tmp_path):
     path = evaluation_file(tmp_path, 20)
     path.parent.mkdir()
     path.write_text(json.dumps({"format": 1, "model": [], "results": HOSTILE}))
-    (found,) = read_evaluations(tmp_path)
-    assert found.held_out is None
-    assert [row["length"] for row in found.far_tasks["needle"]] == [2048]
-    assert found.lm_eval == {"x": {"c": 1.0}}
-    assert found.unreadable == 2
+    (evaluation,) = read_evaluations(tmp_path)
+    assert evaluation.held_out is None
+    assert [row["length"] for row in evaluation.far_tasks["needle"]] == [2048]
+    assert evaluation.lm_eval == {"x": {"c": 1.0}}
+    assert evaluation.unreadable == 2

@@ -33,9 +33,9 @@ def test_a_loss_that_is_not_finite_survives_strict_json(tmp_path, value):
     write(tmp_path / "h.jsonl", beat(1, loss=value))
     line = (tmp_path / "h.jsonl").read_text()
     json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    (found,) = read_beats(tmp_path / "h.jsonl")
-    assert found.loss is not None
-    assert math.isnan(found.loss) if math.isnan(value) else found.loss == value
+    (record,) = read_beats(tmp_path / "h.jsonl")
+    assert record.loss is not None
+    assert math.isnan(record.loss) if math.isnan(value) else record.loss == value
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -44,14 +44,14 @@ def test_a_torn_line_costs_one_record_and_not_the_next(tmp_path, cut):
     write(path, beat(1), beat(2))
     path.write_bytes(path.read_bytes()[:-cut])
     write(path, beat(3))
-    steps = [found.step for found in read_beats(path)]
+    steps = [record.step for record in read_beats(path)]
     assert steps == ([1, 2, 3] if cut == 1 else [1, 3])
 
 
 def test_a_field_of_a_later_version_is_passed_over(tmp_path):
     path = tmp_path / "h.jsonl"
     path.write_text(beat(1).to_line()[:-1] + ',"new_field":3}\n{"step":2}\n[1]\nnull\n\xff\n')
-    assert [found.step for found in read_beats(path)] == [1]
+    assert [record.step for record in read_beats(path)] == [1]
 
 
 def test_events_of_several_starts_are_one_story(tmp_path):
@@ -59,9 +59,9 @@ def test_events_of_several_starts_are_one_story(tmp_path):
         add_event(tmp_path, start, ts=1.0, step=0, world=2)
     with (tmp_path / names.EVENTS).open("a") as file:
         file.write('{"ts":1,"event":"unheard of","step":1}\n{"ts": 2, "eve')
-    found = read_events(tmp_path)
-    assert [event.kind for event in found] == [EventKind.START, EventKind.RESTART]
-    assert found[0].details == {"world": 2}
+    events = read_events(tmp_path)
+    assert [event.kind for event in events] == [EventKind.START, EventKind.RESTART]
+    assert events[0].details == {"world": 2}
 
 
 def test_a_halt_file_gives_its_reason(tmp_path):

@@ -30,8 +30,8 @@ def test_csv_has_step_and_loss_first_and_goes_on_after_a_restart(tmp_path):
     assert rows[0][:2] == ["step", "loss"]
     assert [row[:2] for row in rows[1:]] == [["1", "10.0"], ["2", "5.0"], ["3", str(10 / 3)]]
     with (tmp_path / names.VAL_CSV).open() as file:
-        found = [(row["val_loss"], row["val_accuracy"]) for row in csv.DictReader(file)]
-    assert found == [("1.0", "0.125"), ("0.5", "0.25"), (str(1 / 3), "0.375")]
+        values = [(row["val_loss"], row["val_accuracy"]) for row in csv.DictReader(file)]
+    assert values == [("1.0", "0.125"), ("0.5", "0.25"), (str(1 / 3), "0.375")]
 
 
 def test_csv_has_every_number_of_a_record(tmp_path):

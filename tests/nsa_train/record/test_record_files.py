@@ -94,9 +94,9 @@ def test_what_is_written_to_the_old_file_in_the_moment_of_rotation_is_read(path,
 def test_a_long_past_is_not_read(path):
     append(path, b"".join(line(step) for step in range(1000)))
     tail = RecordTail(path, parse_record, last_bytes=200)
-    found = steps(tail)
-    assert found == list(range(found[0], 1000))
-    assert 3 <= len(found) < 12
+    steps_read = steps(tail)
+    assert steps_read == list(range(steps_read[0], 1000))
+    assert 3 <= len(steps_read) < 12
     append(path, line(1000))
     assert steps(tail) == [1000]
 

@@ -128,11 +128,11 @@ def test_thinning_keeps_few_evenly_and_the_newest(n):
     thinned = ThinnedSeries(most=16)
     for item in range(n):
         thinned.add((item,))
-    kept = [item for (item,) in thinned.items()]
-    assert len(kept) <= 18
-    assert kept == sorted(set(kept))
+    items = [item for (item,) in thinned.items()]
+    assert len(items) <= 18
+    assert items == sorted(set(items))
     if n:
-        assert kept[0] == 0
-        assert kept[-1] == n - 1
-        gaps = [b - a for a, b in pairwise(kept[:-1])]
+        assert items[0] == 0
+        assert items[-1] == n - 1
+        gaps = [b - a for a, b in pairwise(items[:-1])]
         assert len(set(gaps)) <= 1

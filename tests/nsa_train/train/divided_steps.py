@@ -66,11 +66,11 @@ def _gradients(case: DividedStep, folder: Path, rank: int) -> dict:
     batch = to_engine(stream.next_batch(ROWS, ranks.data_rank, ranks.data_world))
     stream.close()
     module.train_batch(batch)
-    found = {}
+    gradients = {}
     for name, parameter in module.model.named_parameters():
         gradient = parameter.grad
-        found[name.removeprefix("module.")] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return found
+        gradients[name.removeprefix("module.")] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return gradients
 
 
 def _ranks(case: DividedStep) -> dict:
@@ -86,9 +86,9 @@ def _ranks(case: DividedStep) -> dict:
                 continue
             try:
                 with contextlib.redirect_stdout(sys.stderr):
-                    found = _gradients(case, Path(name), rank)
+                    gradients = _gradients(case, Path(name), rank)
                 if rank == 0:
-                    torch.save(found, Path(name) / "gradients")
+                    torch.save(gradients, Path(name) / "gradients")
                 os._exit(0)
             except BaseException:  # noqa: BLE001 - a forked rank must not run the code of its parent
                 traceback.print_exc()
@@ -102,8 +102,8 @@ def _ranks(case: DividedStep) -> dict:
 
 def main() -> None:
     results, whole = {}, {}
-    for name, given in json.load(sys.stdin).items():
-        case = DividedStep(**given)
+    for name, fields in json.load(sys.stdin).items():
+        case = DividedStep(**fields)
         alone = tuple(change for change in case.changes if not change.startswith("parallel."))
         if alone not in whole:
             whole[alone] = _ranks(DividedStep(changes=list(alone)))

@@ -35,9 +35,9 @@ class CudaTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "CudaTensor":
         keys = dict(dispatch_device=True, device_for_backend_keys=CUDA)
-        made = torch.Tensor._make_subclass(cls, values.detach().to("meta"), values.requires_grad, **keys)
-        made.values = values.detach()
-        return made
+        tensor = torch.Tensor._make_subclass(cls, values.detach().to("meta"), values.requires_grad, **keys)
+        tensor.values = values.detach()
+        return tensor
 
     @property
     def device(self) -> torch.device:
@@ -58,10 +58,10 @@ class CudaTensor(torch.Tensor):
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(
             *args, **{k: v for k, v in kwargs.items() if k != "copy"}
         )
-        made = self if dtype is None else torch.Tensor.to(self, dtype)
+        tensor = self if dtype is None else torch.Tensor.to(self, dtype)
         if device is None or device.type == "cuda":
-            return made
-        return torch.ops.aten._to_copy(made, device=device, non_blocking=non_blocking)
+            return tensor
+        return torch.ops.aten._to_copy(tensor, device=device, non_blocking=non_blocking)
 
     def tolist(self) -> Any:
         return [self[i].tolist() for i in range(len(self))] if self.dim() else self.item()

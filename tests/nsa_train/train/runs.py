@@ -44,9 +44,9 @@ class Job:
 
 def run_all(*jobs: Job, timeout_s: float = 600) -> list[list[int]]:
     """Exit codes of the ranks of each run."""
-    given = json.dumps([asdict(job) for job in jobs])
+    jobs_json = json.dumps([asdict(job) for job in jobs])
     done = fork_server.run(
-        ["-m", "tests.nsa_train.train.runs"], cwd=ROOT, env=environment(), input=given, timeout=timeout_s
+        ["-m", "tests.nsa_train.train.runs"], cwd=ROOT, env=environment(), input=jobs_json, timeout=timeout_s
     )
     assert done.returncode == 0, done.stderr[-3000:]
     codes: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
@@ -56,10 +56,10 @@ def run_all(*jobs: Job, timeout_s: float = 600) -> list[list[int]]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("NSA_", "TORCHELASTIC"))}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CONFIG"):
-        kept.pop(name, None)
-    return {**kept, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", **more}
+        inherited.pop(name, None)
+    return {**inherited, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", **more}
 
 
 def write_config(folder: Path) -> Path:

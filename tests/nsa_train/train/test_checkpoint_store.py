@@ -47,13 +47,18 @@ def test_a_run_moves_to_another_folder_through_its_store(client, tmp_path: Path)
 
 @pytest.fixture
 def store(monkeypatch):
-    made = ObjectStore(secret="right")
-    variables = {"ENDPOINT_URL": made.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "right", "DEFAULT_REGION": "r"}
+    object_store = ObjectStore(secret="right")
+    variables = {
+        "ENDPOINT_URL": object_store.url,
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "right",
+        "DEFAULT_REGION": "r",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr("boto3.DEFAULT_SESSION", None)  # it remembers credentials
-    yield made
-    made.close()
+    yield object_store
+    object_store.close()
 
 
 def config_of(folder: Path, steps: int):
@@ -65,7 +70,7 @@ def copies(folder: Path) -> list[RunEvent]:
     return [event for event in read_events(folder / "run") if event.kind in (EventKind.COPIED, EventKind.COPY_FAILED)]
 
 
-def found(folder: Path) -> list[str]:
+def findings_in(folder: Path) -> list[str]:
     reader = RunReader(folder / "run")
     try:
         findings = examine(reader.update(), now=reader.now.steady, limits=HealthLimits())
@@ -78,7 +83,7 @@ def test_copies_and_failed_copies_are_events_and_the_newest_failure_is_a_finding
     assert train(config_of(tmp_path, 1)) == 0
     (copied,) = copies(tmp_path)
     assert (copied.kind, copied.step, copied.details["address"]) == (EventKind.COPIED, 1, f"s3://{BUCKET}/run/step1")
-    assert found(tmp_path) == []
+    assert findings_in(tmp_path) == []
     store.secret = "revoked"  # a run that has checkpoints is not refused for it
     assert train(config_of(tmp_path, 2), StartOptions(resume=True)) == 0
     failed = copies(tmp_path)[-1]
@@ -86,7 +91,7 @@ def test_copies_and_failed_copies_are_events_and_the_newest_failure_is_a_finding
     assert failed.details["path"] == str(tmp_path / "run/checkpoints/step2")
     assert failed.details["address"] == f"s3://{BUCKET}/run/step2"
     assert "403" in failed.details["error"]
-    assert found(tmp_path) == ["copy_failed"]
+    assert findings_in(tmp_path) == ["copy_failed"]
 
 
 def status(folder: Path, target=None, **more) -> RuleStatus:

@@ -42,9 +42,9 @@ def runs(tmp_path_factory, corpus):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["compiled", "into_eager", "ddp", "fsdp", "fsdp_selective"])
 def test_losses_are_those_of_the_uncompiled_run(runs, name):
-    expected, found = story(runs / "eager"), story(runs / name)
-    assert [step for step, *_ in found][-1] == 8
-    both = {step: (loss, norm) for step, loss, norm in found}
+    expected, compiled = story(runs / "eager"), story(runs / name)
+    assert [step for step, *_ in compiled][-1] == 8
+    both = {step: (loss, norm) for step, loss, norm in compiled}
     for step, loss, norm in expected:
         assert both[step] == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
 

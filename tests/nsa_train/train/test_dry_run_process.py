@@ -54,12 +54,12 @@ def test_a_model_larger_than_the_machine_is_refused_and_never_built(tmp_path):
         command, cwd=tmp_path, env=environment(), preexec_fn=limit, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2, done.stderr
-    found = {verdict["rule"]: verdict for verdict in json.loads(done.stdout)["verdicts"]}
-    assert found["memory"]["status"] == "fail"
+    verdict_of = {verdict["rule"]: verdict for verdict in json.loads(done.stdout)["verdicts"]}
+    assert verdict_of["memory"]["status"] == "fail"
     # Its shapes were checked with fake tensors; nothing tried to allocate it.
-    assert (found["model"]["status"], found["step"]["status"]) == ("pass", "pass")
-    assert found["checkpoint"]["status"] == "not checked"
-    assert "GiB" in found["checkpoint"]["message"]
+    assert (verdict_of["model"]["status"], verdict_of["step"]["status"]) == ("pass", "pass")
+    assert verdict_of["checkpoint"]["status"] == "not checked"
+    assert "GiB" in verdict_of["checkpoint"]["message"]
 
 
 @pytest.mark.nightly
@@ -77,15 +77,15 @@ def test_a_child_above_its_memory_limit_is_killed_and_the_rule_says_so(tmp_path)
     """The model and its first step are real here; the limit leaves room for torch and not for them."""
     config = run_config(tmp_path, "model.dim=1024", "model.n_heads=16", "model.n_layers=6")
     said: list[str] = []
-    found = dry_run(config, said.append, memory_bytes=int(0.7 * GIB))
-    failed = {name for name in ("data", "model", "step", "checkpoint") if getattr(found, name).problem}
+    outcome = dry_run(config, said.append, memory_bytes=int(0.7 * GIB))
+    failed = {name for name in ("data", "model", "step", "checkpoint") if getattr(outcome, name).problem}
     assert len(failed) == 1
     assert failed <= {"model", "step"}
-    problem = getattr(found, failed.pop()).problem
+    problem = getattr(outcome, failed.pop()).problem
     assert "0.70 GiB" in problem
-    assert found.data.problem is None
-    assert found.data.seen
-    assert found.checkpoint.not_tried
+    assert outcome.data.problem is None
+    assert outcome.data.seen
+    assert outcome.checkpoint.not_tried
     assert "building the model" in said
     assert children() == []
 
@@ -99,16 +99,16 @@ def test_a_child_that_dies_fails_the_rule_it_was_at_and_leaves_nothing(tmp_path)
                 time.sleep(0.001)
             os.kill(child, signal.SIGSEGV)
 
-    found = dry_run(run_config(tmp_path), say)
-    assert "SIGSEGV" in found.checkpoint.problem
-    assert found.step.seen
-    assert found.model.seen
+    outcome = dry_run(run_config(tmp_path), say)
+    assert "SIGSEGV" in outcome.checkpoint.problem
+    assert outcome.step.seen
+    assert outcome.model.seen
     assert content(tmp_path) == {"run.yaml"}
 
 
 def test_a_dry_run_that_does_not_end_is_ended(tmp_path):
-    found = dry_run(run_config(tmp_path), time_s=0.5)
-    assert "--timeout" in found.data.problem
+    outcome = dry_run(run_config(tmp_path), time_s=0.5)
+    assert "--timeout" in outcome.data.problem
     assert children() == []
 
 

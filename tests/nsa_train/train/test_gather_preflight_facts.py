@@ -56,14 +56,14 @@ def test_a_real_step_and_checkpoint_are_made_and_nothing_stays(tmp_path, exists)
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "notes.txt").write_text("mine")
     before = content(tmp_path)
-    found, said = tried(config)
-    for part in (found.data, found.model, found.step, found.checkpoint):
+    outcome, said = tried(config)
+    for part in (outcome.data, outcome.model, outcome.step, outcome.checkpoint):
         assert part.problem is None
         assert part.not_tried is None
-    assert "the first batch came after" in found.data.seen
-    assert "read back and compared" in found.checkpoint.seen
-    assert "made-up" not in found.step.seen
-    assert found.step_s > 0
+    assert "the first batch came after" in outcome.data.seen
+    assert "read back and compared" in outcome.checkpoint.seen
+    assert "made-up" not in outcome.step.seen
+    assert outcome.step_s > 0
     assert said == ["fetching a batch", "building the model", "one step", "one checkpoint"]
     assert content(tmp_path) == before
 
@@ -71,8 +71,8 @@ def test_a_real_step_and_checkpoint_are_made_and_nothing_stays(tmp_path, exists)
 def test_data_that_gives_no_batch_is_found(tmp_path):
     (tmp_path / "broken.jsonl").write_text("this is not JSON\n")
     changes = ["data.dataset=local", f"data.path={tmp_path}/broken.jsonl", "data.max_bad_units=0"]
-    found, _ = tried(run_config(tmp_path, *changes), parse_target("a100-80gb"))
-    assert found.data.problem is not None
+    outcome, _ = tried(run_config(tmp_path, *changes), parse_target("a100-80gb"))
+    assert outcome.data.problem is not None
 
 
 def test_a_dataset_elsewhere_is_left_alone_unless_asked_for(tmp_path, no_feeder):
@@ -94,8 +94,8 @@ def test_a_checkpoint_that_reads_back_differently_is_found(tmp_path, no_feeder, 
         return weights
 
     monkeypatch.setattr(module, "read_model", flipped)
-    found, _ = tried(run_config(tmp_path))
-    assert "embeddings.weight first" in found.checkpoint.problem
+    outcome, _ = tried(run_config(tmp_path))
+    assert "embeddings.weight first" in outcome.checkpoint.problem
     assert content(tmp_path) == {"run.yaml"}
 
 
@@ -104,41 +104,41 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path, no_feeder, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    found, _ = tried(run_config(tmp_path))
-    assert "No space left" in found.checkpoint.problem
-    assert found.step.problem is None
+    outcome, _ = tried(run_config(tmp_path))
+    assert "No space left" in outcome.checkpoint.problem
+    assert outcome.step.problem is None
 
 
 def test_a_step_that_is_not_finite_is_found(tmp_path, no_feeder, monkeypatch):
     monkeypatch.setattr(module.StepSkippingTrainModule, "forward_backward", lambda *_: float("nan"))
-    found, _ = tried(run_config(tmp_path))
-    assert "not finite" in found.step.problem
-    assert found.checkpoint.not_tried is not None
+    outcome, _ = tried(run_config(tmp_path))
+    assert "not finite" in outcome.step.problem
+    assert outcome.checkpoint.not_tried is not None
 
 
 def test_a_kernel_that_no_backend_has_is_found_before_the_run(tmp_path, no_feeder):
     config = run_config(tmp_path, "kernels.sliding=cuda_magic")
     for target in (None, parse_target("h200")):
-        found, _ = tried(config, target)
-        assert "cuda_magic" in found.model.problem
+        outcome, _ = tried(config, target)
+        assert "cuda_magic" in outcome.model.problem
 
 
 def test_a_target_that_is_not_here_runs_with_fake_tensors(tmp_path, no_feeder, monkeypatch):
     config = run_config(tmp_path, "model.dim=2048", "model.n_layers=2", "train.seq_len=4096", "train.batch_size=64")
-    found, _ = tried(config, parse_target("h100-80gb:8"))
-    assert (found.model.problem, found.step.problem, found.step_s) == (None, None, None)
-    assert "fake tensors" in found.step.seen
-    assert "is not here" in found.checkpoint.not_tried
+    outcome, _ = tried(config, parse_target("h100-80gb:8"))
+    assert (outcome.model.problem, outcome.step.problem, outcome.step_s) == (None, None, None)
+    assert "fake tensors" in outcome.step.seen
+    assert "is not here" in outcome.checkpoint.not_tried
     monkeypatch.setattr("olmo_core.nn.feed_forward.FeedForward.forward", lambda self, x: x[..., :-1])
     assert tried(config, parse_target("h100-80gb:8"))[0].step.problem is not None
 
 
 def test_a_sharded_model_is_not_built_whole_on_one_rank(tmp_path, no_feeder):
     config = run_config(tmp_path, "parallel.data=fsdp")
-    found, said = tried(config, hardware_here("cpu", 2))
+    outcome, said = tried(config, hardware_here("cpu", 2))
     assert "building the model" not in said
-    assert "shards the model over 2 ranks" in found.checkpoint.not_tried
-    assert found.step.problem is None
+    assert "shards the model over 2 ranks" in outcome.checkpoint.not_tried
+    assert outcome.step.problem is None
     assert tried(run_config(tmp_path), hardware_here("cpu", 2))[0].step_s > 0
 
 
@@ -195,7 +195,11 @@ def test_ranks_that_do_not_divide_the_batch_are_told_in_the_trainers_words(tmp_p
 
 def test_fp16_is_refused_under_its_own_name(tmp_path):
     config = run_config(tmp_path, "runtime.precision=fp16")
-    failed = [found.rule for found in judge(gather(config, hardware_here("cpu"))) if found.status == RuleStatus.FAIL]
+    failed = [
+        rule_verdict.rule
+        for rule_verdict in judge(gather(config, hardware_here("cpu")))
+        if rule_verdict.status == RuleStatus.FAIL
+    ]
     assert failed == ["precision_fp16"]
     with pytest.raises(PreflightError, match="precision_fp16"):
         train(config)

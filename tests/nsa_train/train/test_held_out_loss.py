@@ -35,16 +35,16 @@ def batch(seed: int = 0, rows: int = 3, masked: bool = True, mask_document_ends:
     )
 
 
-def scores_of(given: Batch, labels_BS: torch.Tensor) -> TokenScores:
+def scores_of(rows: Batch, labels_BS: torch.Tensor) -> TokenScores:
     """Deterministic, different for every token, and wrong where nothing may be read; small tokens are hits."""
-    tokens = torch.from_numpy(given.tokens.astype(np.float32))
+    tokens = torch.from_numpy(rows.tokens.astype(np.float32))
     ignored = labels_BS == IGNORE
     return TokenScores((tokens / 32 + torch.arange(S) / S).masked_fill(ignored, math.inf), (tokens < 77) | ignored)
 
 
 def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, bool, int]]:
     """(row, position in its document, loss, hit, label) of every token that counts."""
-    found = []
+    tokens_scored = []
     for number, each in enumerate(batches):
         for r, (tokens, cu) in enumerate(zip(each.tokens, each.cu_doc_lens, strict=True)):
             for at in range(S - 1):
@@ -53,8 +53,8 @@ def by_hand(batches: list[Batch]) -> list[tuple[int, int, float, bool, int]]:
                 if each.loss_mask is None or each.loss_mask[r, at + 1]:
                     begin = max(int(edge) for edge in cu if edge <= at)
                     loss = float(np.float32(tokens[at]) / np.float32(32) + np.float32(at) / np.float32(S))
-                    found.append((1000 * number + r, at - begin, loss, tokens[at] < 77, int(tokens[at + 1])))
-    return found
+                    tokens_scored.append((1000 * number + r, at - begin, loss, tokens[at] < 77, int(tokens[at + 1])))
+    return tokens_scored
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -73,10 +73,10 @@ def test_equals_sums_by_hand(masked, ends):
     total_bits = sum(loss for _, _, loss, _, _ in expected) / math.log(2)
     assert sums.bits_per_byte == pytest.approx(total_bits / sum(label for *_, label in expected), rel=1e-6)
     assert sums.standard_error == pytest.approx(error_by_hand([(row, loss) for row, _, loss, *_ in expected]), rel=1e-6)
-    found = sums.by_position()
-    assert [(each.begin, each.end) for each in found] == [(0, 128), (128, 256), (256, 512), (512, 1024)]
-    assert sum(each.tokens for each in found) == len(expected)
-    for each in found:
+    ranges = sums.by_position()
+    assert [(each.begin, each.end) for each in ranges] == [(0, 128), (128, 256), (256, 512), (512, 1024)]
+    assert sum(each.tokens for each in ranges) == len(expected)
+    for each in ranges:
         inside = [(row, loss, label) for row, at, loss, _, label in expected if each.begin <= at < each.end]
         assert each.tokens == len(inside)
         assert each.loss == pytest.approx(np.mean([loss for _, loss, _ in inside]), rel=1e-6)
@@ -115,13 +115,13 @@ def test_one_row_has_no_standard_error_and_no_rows_no_loss():
     assert (sums.loss, sums.accuracy, sums.standard_error, sums.by_position()) == (0.0, 0.0, None, [])
     scores = TokenScores(torch.ones(1, 4), torch.tensor([[True, False, False, True]]))
     sums.add(scores, torch.tensor([[1, 2, 3, IGNORE]]), torch.arange(4)[None])
-    (found,) = sums.by_position()
-    assert (found.loss, found.tokens, found.standard_error, found.accuracy) == (1.0, 3, None, 1 / 3)
+    (only_range,) = sums.by_position()
+    assert (only_range.loss, only_range.tokens, only_range.standard_error, only_range.accuracy) == (1.0, 3, None, 1 / 3)
 
 
 def test_positions_restart_with_every_document():
-    given = batch(4)
-    for row, cu in zip(positions_in_documents(given).tolist(), given.cu_doc_lens, strict=True):
+    packed = batch(4)
+    for row, cu in zip(positions_in_documents(packed).tolist(), packed.cu_doc_lens, strict=True):
         assert [at for at, position in enumerate(row) if position == 0] == cu[:-1].tolist()
         assert max(row) == max(np.diff(cu)) - 1
 

@@ -64,11 +64,11 @@ def waits(request, tmp_path_factory, corpus):  # noqa: F811
 
 def test_no_step_waits_between_log_steps(waits):
     logged = {1, *range(LOG_EVERY, STEPS + 1, LOG_EVERY), STEPS}
-    between = {step: sorted(found) for step, found in waits.items() if step not in logged}
+    between = {step: sorted(operators) for step, operators in waits.items() if step not in logged}
     assert between == {step: [] for step in range(1, STEPS + 1) if step not in logged}
 
 
 def test_log_steps_wait_where_they_read(waits):
     """That these are found shows that a wait between log steps would be."""
-    found = {tuple(wait.split(" at ")) for wait in waits[LOG_EVERY]}
-    assert found == {(operator, where) for where, operator in AT_A_LOG_STEP.items()}
+    places = {tuple(wait.split(" at ")) for wait in waits[LOG_EVERY]}
+    assert places == {(operator, where) for where, operator in AT_A_LOG_STEP.items()}

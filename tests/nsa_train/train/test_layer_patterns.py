@@ -24,8 +24,8 @@ def runs(request, tmp_path_factory):
     text = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.lr_schedule=constant"]
 
     def job(name, world=1, *changes, steps=STEPS, **more):
-        given = [f"train.steps={steps}", "train.save_every=3", "train.eval_every=4", *text, *MIXED, *changes]
-        return Job(str(folder / name), world, given, **more)
+        settings = [f"train.steps={steps}", "train.save_every=3", "train.eval_every=4", *text, *MIXED, *changes]
+        return Job(str(folder / name), world, settings, **more)
 
     jobs = [
         job("whole"),
@@ -80,10 +80,10 @@ def test_sharded_and_checkpointed_losses_norms_and_weights_are_those_of_one_rank
 
 
 def test_layers_have_the_parameters_of_their_kind(runs):
-    found = weights(runs / "whole")
-    keys = [found[f"blocks.{layer}.attention.w_k.weight"].shape[0] // 16 for layer in range(5)]
+    tensors = weights(runs / "whole")
+    keys = [tensors[f"blocks.{layer}.attention.w_k.weight"].shape[0] // 16 for layer in range(5)]
     assert keys == [1, 3, 1, 2, 1]
-    gated = {name.split(".")[1] for name in found if ".gates." in name}
+    gated = {name.split(".")[1] for name in tensors if ".gates." in name}
     assert gated == {"1", "3"}
 
 

@@ -90,7 +90,7 @@ def test_the_sample_moves_with_the_trainers_step(monkeypatch):
     module._trainer, module.device, module.world_mesh = SimpleNamespace(global_step=7), torch.device("cpu"), None
     module.label_ignore_index = IGNORE
     module.rank_microbatch_size = 2
-    monkeypatch.setattr(module, "_backward", lambda *given, **options: trained.append(options) or torch.ones(()))
+    monkeypatch.setattr(module, "_backward", lambda *arguments, **options: trained.append(options) or torch.ones(()))
     module.train_batch({"input_ids": torch.tensor([[4, 3]]), "labels": torch.tensor([[3, IGNORE]])}, dry_run=True)
     assert [options["loss_div_factor"] for options in trained] == [1]
     assert [block.attention.selector_step for block in module.model.blocks] == [7, 7]

@@ -134,12 +134,12 @@ def test_usr1_dumps_stacks_usr2_saves_and_term_leaves_with_a_checkpoint(start):
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
         run.process.send_signal(number)
     assert run.end() == 10
-    found = checkpoints.find_resumable()
-    assert found.step == run.step() == checkpoints.latest()
+    resumable = checkpoints.find_resumable()
+    assert resumable.step == run.step() == checkpoints.latest()
     assert [manifest.reason for manifest in checkpoints.committed().values()] == ["requested", "last"]
     last = last_beat(run.folder / names.heartbeat(0))
     assert last is not None
-    assert (last.msg, last.step) == (names.STOPPED, found.step)
+    assert (last.msg, last.step) == (names.STOPPED, resumable.step)
     kinds = [event.kind for event in read_events(run.folder)]
     assert kinds == [EventKind.START, EventKind.FIRST_STEP, EventKind.SAVE, EventKind.STOP, EventKind.SAVE]
     assert not (run.folder / names.MODEL).exists()
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_was_just_saved_anyway_is_kept_when_it_is_asked_for(st
     checkpoints = CheckpointFolder(run.folder / names.CHECKPOINTS)
 
     def requested() -> list[int]:
-        return [step for step, found in checkpoints.committed().items() if found.reason == "requested"]
+        return [step for step, commit in checkpoints.committed().items() if commit.reason == "requested"]
 
     run.process.send_signal(signal.SIGUSR2)
     run.wait_for("a checkpoint that was asked for", requested)

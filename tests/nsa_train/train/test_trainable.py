@@ -38,8 +38,8 @@ def runs(request, tmp_path_factory):
     text = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.lr_schedule=constant"]
 
     def job(name, world=1, *changes, steps=STEPS, **more):
-        given = [f"train.steps={steps}", "train.save_every=2", "train.warmup_steps=0", *text, *MERGED, *changes]
-        return Job(str(folder / name), world, given, **more)
+        settings = [f"train.steps={steps}", "train.save_every=2", "train.warmup_steps=0", *text, *MERGED, *changes]
+        return Job(str(folder / name), world, settings, **more)
 
     first = dict(init_from=str(folder / "first"))
     resumed = any(item.name == "test_a_resumed_sharded_run_is_bit_identical" for item in request.session.items)
@@ -157,11 +157,11 @@ def test_the_optimizer_has_the_trained_parameters_and_no_decay_of_phi(tmp_path):
 
 @pytest.mark.parametrize("fake", [None, "one step with fake tensors is enough here"])
 def test_the_dry_run_makes_a_step_with_frozen_parameters(tmp_path, fake):
-    found = dry_run(
+    outcome = dry_run(
         small(tmp_path, PHI), 257, hardware_here("cpu"), fetch_remote=False, log=lambda text: None, no_real_step=fake
     )
-    assert found.step.problem is None
-    assert found.step.seen is not None
+    assert outcome.step.problem is None
+    assert outcome.step.seen is not None
     broken = small(tmp_path, "train.trainable=*.phi_q.*")
     refused = dry_run(broken, 257, hardware_here("cpu"), fetch_remote=False, log=lambda text: None, no_real_step=fake)
     assert "phi_q" in refused.model.problem

@@ -19,7 +19,7 @@ from tests.nsa_train.watch.recorded import HEALTHY, UNWELL, Recording, record
 LIMITS = HealthLimits()
 
 
-def found(recording: Recording, limits: HealthLimits = LIMITS) -> set[str]:
+def conditions_in(recording: Recording, limits: HealthLimits = LIMITS) -> set[str]:
     return {finding.name for finding in examine(recording.history(), now=recording.end, limits=limits)}
 
 
@@ -36,7 +36,7 @@ def test_nothing_is_found_in_a_run_that_is_well_at_any_moment(name):
 def test_every_condition_is_found_and_no_other(name, which):
     recording = UNWELL[name][which]()
     expected = {name} | ({"steps_skipped"} if name == "loss_nonfinite" and which == 2 else set())
-    assert found(recording) == expected
+    assert conditions_in(recording) == expected
 
 
 def test_messages_have_the_values_and_levels_come_from_the_table():
@@ -55,19 +55,19 @@ def test_critical_comes_first():
 
 @pytest.mark.parametrize("limits", [replace(LIMITS, stall_s=1000.0), replace(LIMITS, stall_steps=100.0)])
 def test_a_stall_is_measured_by_the_runs_own_steps_too(limits):
-    assert found(UNWELL["heartbeat_stall"][0](), limits) == set()
+    assert conditions_in(UNWELL["heartbeat_stall"][0](), limits) == set()
 
 
 @pytest.mark.parametrize("word", names.ENDINGS)
 def test_a_process_with_a_last_word_is_not_stalled(word):
     beats = a_run(50)
     recording = record([*beats, a_beat(word, 50, beats[-1].ts)], after_s=1e5)
-    assert found(recording) == ({"run_failed"} if word == names.FAILED else set())
+    assert conditions_in(recording) == ({"run_failed"} if word == names.FAILED else set())
 
 
 def test_a_process_that_is_gone_is_not_called_hung_and_gets_time_to_be_started_again():
     recording = replace(record(a_run(150), after_s=299.0), gone=frozenset({0}))
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
     assert phase(recording.history(), []) == RunPhase.GONE
 
 
@@ -81,7 +81,7 @@ def test_a_rank_of_another_host_that_its_launcher_starts_again_gets_the_time_of_
     last = recording.beats[0][-1].ts
     event = RunEvent(last + 5, EventKind.ERROR, 150, {"why": "rank 0 was killed by SIGKILL", "launcher": launcher})
     events = [*recording.events, *([event] if launcher else [])]
-    assert found(replace(recording, events=events, end=recording.end + later_s)) == expected
+    assert conditions_in(replace(recording, events=events, end=recording.end + later_s)) == expected
 
 
 def test_a_rank_that_never_spoke_is_missed():
@@ -94,13 +94,15 @@ def test_an_error_is_forgotten_when_the_run_is_started_again():
     failed = UNWELL["run_failed"][0]()
     again = record([*failed.beats[0], *a_run(0, first=51, began=failed.end + 60, pid=3000)])
     again.beats[0].pop()  # the start is in the events, the process has not spoken yet
-    assert found(again) == set()
+    assert conditions_in(again) == set()
     assert phase(again.history(), []) == RunPhase.STARTING
 
 
 def test_one_spike_is_noise_and_so_is_one_odd_batch():
-    assert found(recorded._at([120], loss=9.0)) == set()
-    assert found(recorded._at([150], gate_entropy_mean=0.1, gate_collapse_frac=0.5, gate_max_mean=0.99)) == set()
+    assert conditions_in(recorded._at([120], loss=9.0)) == set()
+    assert (
+        conditions_in(recorded._at([150], gate_entropy_mean=0.1, gate_collapse_frac=0.5, gate_max_mean=0.99)) == set()
+    )
 
 
 def test_a_failed_evaluation_is_named_until_the_next_one_succeeds():
@@ -108,14 +110,14 @@ def test_a_failed_evaluation_is_named_until_the_next_one_succeeds():
     (finding,) = examine(recording.at(recording.end - 200).history(), now=recording.end - 200, limits=LIMITS)
     assert finding.name == "evaluation_failed"
     assert "100: x" in finding.message
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
 
 
 def test_a_failed_copy_is_named_until_a_later_one_is_made():
     failed = recorded._copies(EventKind.COPY_FAILED, EventKind.COPY_FAILED)
     (finding,) = examine(failed.history(), now=failed.end, limits=LIMITS)
     assert (finding.name, finding.level, "step 20: 403" in finding.message) == ("copy_failed", AlertLevel.WARNING, True)
-    assert found(recorded._copies(EventKind.COPY_FAILED, EventKind.COPIED)) == set()
+    assert conditions_in(recorded._copies(EventKind.COPY_FAILED, EventKind.COPIED)) == set()
 
 
 def test_a_restart_makes_no_copy_and_a_run_without_a_store_needs_none():
@@ -124,21 +126,21 @@ def test_a_restart_makes_no_copy_and_a_run_without_a_store_needs_none():
         [*failed.beats[0], *a_run(5, first=11, began=failed.end + 60, pid=3000)], checkpoint_store="s3://bucket/run"
     )
     again.events = sorted([*again.events, failed.events[-1]], key=lambda event: event.ts)
-    assert found(again) == {"copy_failed"}
-    assert found(replace(again, facts=replace(again.facts, checkpoint_store=None))) == set()
+    assert conditions_in(again) == {"copy_failed"}
+    assert conditions_in(replace(again, facts=replace(again.facts, checkpoint_store=None))) == set()
 
 
 def test_nodes_are_missing_until_the_ranks_start_and_not_for_a_node_that_would_join_them():
     (waited,) = UNWELL["nodes_missing"]
     recording = waited()
-    assert found(recording) == {"nodes_missing"}
+    assert conditions_in(recording) == {"nodes_missing"}
     waiting = recording.events[-1]
     started = replace(recording, events=[*recording.events, RunEvent(waiting.ts, EventKind.RESTART, 50, {"world": 2})])
-    assert "nodes_missing" not in found(started)
+    assert "nodes_missing" not in conditions_in(started)
     gave_up = RunEvent(waiting.ts, EventKind.ERROR, 50, {"launcher": "given up", "why": "alone"})
-    assert "nodes_missing" not in found(replace(recording, events=[*recording.events, gave_up]))
+    assert "nodes_missing" not in conditions_in(replace(recording, events=[*recording.events, gave_up]))
     recording.events[-1] = replace(waiting, ts=recording.beats[0][-2].ts)  # and the ranks have gone on since
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
 
 
 def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
@@ -146,8 +148,8 @@ def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
     noise = [0.05 * (-1) ** step for step in range(1301)]
     flat = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step]}))
     up = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step] + max(0, step - 900) * 0.003}))
-    assert found(flat) == {"loss_plateau"}
-    assert found(up) == {"loss_divergence"}
+    assert conditions_in(flat) == {"loss_plateau"}
+    assert conditions_in(up) == {"loss_divergence"}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -160,7 +162,7 @@ def test_noise_is_no_divergence(seed):
         drift = 0.9 * drift + rng.gauss(0, 0.05)
         return {"loss": 2.5 + drift + rng.gauss(0, 0.1)}
 
-    assert "loss_divergence" not in found(record(a_run(900, change)))
+    assert "loss_divergence" not in conditions_in(record(a_run(900, change)))
 
 
 def test_a_slow_rank_counts_only_where_it_costs_something():
@@ -169,13 +171,13 @@ def test_a_slow_rank_counts_only_where_it_costs_something():
         rank: [replace(b, forward_s=b.forward_s and b.forward_s / 20) for b in log]
         for rank, log in recording.beats.items()
     }
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
 
 
 def test_a_straggler_is_found_while_the_others_are_records_ahead():
     recording = recorded.two_ranks(1.6)
     del recording.beats[1][-2:]
-    assert found(recording) == {"straggler"}
+    assert conditions_in(recording) == {"straggler"}
 
 
 def test_a_rank_that_waits_for_a_straggler_is_none():
@@ -185,16 +187,16 @@ def test_a_rank_that_waits_for_a_straggler_is_none():
 
 def test_a_step_up_of_memory_is_no_creep():
     recording = record(a_run(400, lambda step: {"host_mem_rss": 4000.0 if step < 200 else 6000.0}))
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
 
 
 def test_a_rollback_repeats_steps_without_alarm_and_leaves_its_cause_behind():
     before = a_run(100, lambda step: {"loss": 9.0} if step in (94, 96, 98) else {})
-    assert found(record(before)) == {"loss_spike"}
+    assert conditions_in(record(before)) == {"loss_spike"}
     back = a_beat(names.ROLLED_BACK, 60, before[-1].ts + 30, detail="step 100: loss is nan; back to step 60")
     again = a_run(40, first=61, began=back.ts)[1:]
     recording = record([*before, back, *again])
-    assert found(recording) == set()
+    assert conditions_in(recording) == set()
     assert [step for step, _ in recording.history().ranks[0].losses] == list(range(1, 101))
 
 
@@ -209,9 +211,9 @@ def test_an_end_that_only_the_events_tell_of_is_found_unless_it_is_started_again
         RunEvent(recorded.BEGAN + 9, EventKind.ERROR, 0, details),
     ]
     recording = Recording({}, recorded.BEGAN + 60, events=events)
-    assert found(recording) == expected
+    assert conditions_in(recording) == expected
     assert phase(recording.history(), []) == (RunPhase.FAILED if expected else RunPhase.STARTING)
-    assert found(replace(recording, end=recorded.BEGAN + 1e4)) == (expected or {"heartbeat_stall"})
+    assert conditions_in(replace(recording, end=recorded.BEGAN + 1e4)) == (expected or {"heartbeat_stall"})
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_every_limit_named_in_a_rule_exists():
 def test_numbers_that_are_missing_are_nobodys_fault():
     bare = [a_beat(names.START, 0, recorded.BEGAN)]
     bare += [a_beat(names.PROGRESS, step, recorded.BEGAN + step, loss=1 / step) for step in range(1, 150)]
-    assert found(record(bare)) == set()
+    assert conditions_in(record(bare)) == set()
     assert math.isfinite(record(bare).end)
 
 
@@ -250,4 +252,4 @@ def test_a_loss_that_does_not_fall_is_no_finding_where_parameters_are_frozen(tra
     of_run, damaged = RunFacts.from_env({"config": {"train": {"trainable": trainable}}})
     assert not damaged
     flat.facts = replace(flat.facts, trainable=of_run.trainable)
-    assert found(flat) == findings
+    assert conditions_in(flat) == findings

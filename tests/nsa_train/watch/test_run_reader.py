@@ -49,7 +49,7 @@ class Folder:
         self.step += 1
         self.lines.append(progress(self.step, self.clock.now.wall).to_line())
 
-    def found(self) -> list[str]:
+    def findings(self) -> list[str]:
         history = self.reader.update()
         return [finding.name for finding in examine(history, now=self.reader.now.steady, limits=HealthLimits())]
 
@@ -66,18 +66,18 @@ def test_a_clock_that_jumps_neither_invents_a_stall_nor_hides_one(folder, jump):
         folder.beat()
         if i == 30:
             folder.clock.jump(jump)
-        assert folder.found() == []
+        assert folder.findings() == []
     for _ in range(17):
         folder.clock.go(10.0)
-        assert folder.found() == []
+        assert folder.findings() == []
     folder.clock.jump(jump)
-    assert folder.found() == []
+    assert folder.findings() == []
     folder.clock.go(20.0)
-    assert folder.found() == ["heartbeat_stall"]
+    assert folder.findings() == ["heartbeat_stall"]
     folder.clock.jump(-jump)
-    assert folder.found() == ["heartbeat_stall"]
+    assert folder.findings() == ["heartbeat_stall"]
     folder.beat()
-    assert folder.found() == []
+    assert folder.findings() == []
 
 
 def test_a_reader_that_comes_late_knows_how_old_the_last_beat_is(folder):
@@ -85,16 +85,16 @@ def test_a_reader_that_comes_late_knows_how_old_the_last_beat_is(folder):
         folder.clock.go(10.0)
         folder.beat()
     folder.clock.go(200.0)
-    assert folder.found() == ["heartbeat_stall"]
+    assert folder.findings() == ["heartbeat_stall"]
 
 
 def test_a_reader_that_looks_seldom_takes_records_for_as_old_as_they_are(folder):
     folder.beat()
-    folder.found()
+    folder.findings()
     folder.clock.go(5.0)
     folder.beat()
     folder.clock.go(400.0)
-    assert folder.found() == ["heartbeat_stall"]
+    assert folder.findings() == ["heartbeat_stall"]
 
 
 def test_facts_come_from_env_and_saves_from_events(folder):

@@ -109,22 +109,22 @@ def test_hopper_and_blackwell_multiply_with_their_own_units():
 
 
 def test_the_machine_code_of_a_sample_is_as_good_as_written():
-    for found in inspected(("paper", "sm_90", "range_dkv", ())):  # CI compares sm_80 in a step of its own
-        assert regressions(found, WRITTEN) == [], f"{found}: if it is meant, python -m proofs.compile_report.write"
+    for report in inspected(("paper", "sm_90", "range_dkv", ())):  # CI compares sm_80 in a step of its own
+        assert regressions(report, WRITTEN) == [], f"{report}: if it is meant, python -m proofs.compile_report.write"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_machine_code_is_as_good_as_written(model, gpu):
-    for found in inspected((model, gpu, "", ())):
-        assert regressions(found, WRITTEN) == [], f"{found}: if it is meant, python -m proofs.compile_report.write"
+    for report in inspected((model, gpu, "", ())):
+        assert regressions(report, WRITTEN) == [], f"{report}: if it is meant, python -m proofs.compile_report.write"
 
 
-def assert_fits(found: CompileReport) -> None:
+def assert_fits(report: CompileReport) -> None:
     """Of an fp32 kernel: a launch would not be refused, and next to nothing is spilled."""
-    assert found.code.shared_bytes <= GPUS[found.gpu].shared_limit, found
-    assert found.code.spilled_bytes <= 64, found
+    assert report.code.shared_bytes <= GPUS[report.gpu].shared_limit, report
+    assert report.code.spilled_bytes <= 64, report
 
 
 @pytest.mark.nightly  # with all others of fp32
@@ -135,25 +135,25 @@ def test_fp32_fits():
         ("128", "sm_86", "selected_forward", ()),
         ("paper", "gfx942", "range_dkv", ()),
     ]
-    for found in inspected(*sample, dtype="fp32"):
-        assert_fits(found)
+    for report in inspected(*sample, dtype="fp32"):
+        assert_fits(report)
 
 
 @pytest.mark.nightly
 def test_tiles_of_half_precision_would_not_do_in_fp32():
     """Which is why `choose` asks for the size of an element."""
     tiles = choose("selected_forward", 128, "sm_80")
-    (found,) = inspected(("128", "sm_80", "selected_forward", tiles), dtype="fp32")
+    (report,) = inspected(("128", "sm_80", "selected_forward", tiles), dtype="fp32")
     with pytest.raises(AssertionError, match="spilled_bytes"):
-        assert_fits(found)
+        assert_fits(report)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", FP32_MODELS)
 @pytest.mark.parametrize("gpu", GPUS)
 def test_fp32_fits_everywhere(model, gpu):
-    for found in inspected((model, gpu, "", ()), dtype="fp32"):
-        assert_fits(found)
+    for report in inspected((model, gpu, "", ()), dtype="fp32"):
+        assert_fits(report)
 
 
 @pytest.mark.nightly  # compiles two kernels; a kernel with another fault is compiled for every change

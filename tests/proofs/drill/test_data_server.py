@@ -13,9 +13,9 @@ PATIENT = RetryPolicy(connect_timeout_s=1, read_timeout_s=1, attempts=8, backoff
 
 @pytest.fixture
 def server(tmp_path):
-    made = DataServer(tmp_path, count=40)
-    yield made
-    made.close()
+    data_server = DataServer(tmp_path, count=40)
+    yield data_server
+    data_server.close()
 
 
 def read(server: DataServer, policy: RetryPolicy) -> bytes:

@@ -88,9 +88,9 @@ def test_a_row_of_each_class_holds(forked_rows, name):
 def rows_of(request, test: str, *words: str) -> dict[str, dict]:
     """Run one drill with the scenarios for which this test was selected; their rows by name."""
     names = selected(request, test)
-    _, found, _ = drill(*words, *(word for name in names for word in ("--only", name)), timeout_s=3500)
+    _, printed_rows, _ = drill(*words, *(word for name in names for word in ("--only", name)), timeout_s=3500)
     titles = {scenario(name).title: name for name in names}
-    return {titles[row["fault"]]: row for row in found}
+    return {titles[row["fault"]]: row for row in printed_rows}
 
 
 @pytest.fixture(scope="module")

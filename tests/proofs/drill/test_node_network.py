@@ -50,8 +50,8 @@ def asked_again():
 
 @pytest.fixture
 def network(tmp_path, permitted):
-    with NodeNetwork(tmp_path, 2) as made:
-        yield made
+    with NodeNetwork(tmp_path, 2) as nodes:
+        yield nodes
 
 
 def test_nodes_reach_each_other_by_name_and_nothing_else(network):

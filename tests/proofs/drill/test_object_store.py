@@ -15,17 +15,17 @@ pytest.importorskip("boto3")
 
 @pytest.fixture
 def store(monkeypatch):
-    made = ObjectStore()
+    object_store = ObjectStore()
     variables = {
-        "ENDPOINT_URL": made.url,
+        "ENDPOINT_URL": object_store.url,
         "ACCESS_KEY_ID": "a",
         "SECRET_ACCESS_KEY": "b",
         "DEFAULT_REGION": "us-east-1",
     }
     for name, value in variables.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    yield made
-    made.close()
+    yield object_store
+    object_store.close()
 
 
 def test_objects_are_listed_with_their_sizes_and_deleted(store, tmp_path: Path):

@@ -19,10 +19,10 @@ def test_written_run_folders_are_read_without_damage(tmp_path):
 
 
 def test_every_scraper_sees_every_run_and_the_newest_step():
-    found = measure_exporter(runs=3, scrapers=4, steps=20, seconds=3.0)
-    assert found["wrong"] == []
-    assert found["scrapes"] > 8
-    assert found["open files before, after"][0] == found["open files before, after"][1]
+    figures = measure_exporter(runs=3, scrapers=4, steps=20, seconds=3.0)
+    assert figures["wrong"] == []
+    assert figures["scrapes"] > 8
+    assert figures["open files before, after"][0] == figures["open files before, after"][1]
 
 
 def test_the_views_of_a_run_give_an_answer():

@@ -109,11 +109,11 @@ def main() -> None:
     counted["select"] = counted.pop("select compressed")
 
     overlap, sizes = SelectionOverlap(shape, length, "random", idx[:, :, 0]), LaunchSizes(shape, length, "fp32")
-    found = {"right": compared(sizes, overlap)}
+    comparisons = {"right": compared(sizes, overlap)}
     for name, (owner, attribute, wrong) in PLANTED.items():
         with patch.object(owner, attribute, wrong):
-            found[name] = compared(sizes, overlap)
-    print(json.dumps(found))
+            comparisons[name] = compared(sizes, overlap)
+    print(json.dumps(comparisons))
 
 
 def compared(sizes: LaunchSizes, overlap: SelectionOverlap) -> dict[str, dict[str, list[float]]]:
@@ -129,8 +129,8 @@ def compared(sizes: LaunchSizes, overlap: SelectionOverlap) -> dict[str, dict[st
             )
     assert counted.keys() >= modelled.keys(), (sorted(counted), sorted(modelled))
     return {  # a kernel that is not modelled has no operations and no bytes
-        name: {what: [found[what], modelled[name][what]] for what in ("flops", "exponentials", "bytes", "inner_trips")}
-        for name, found in counted.items()
+        name: {what: [counts[what], modelled[name][what]] for what in ("flops", "exponentials", "bytes", "inner_trips")}
+        for name, counts in counted.items()
     }
 
 

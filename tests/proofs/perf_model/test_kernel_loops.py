@@ -21,7 +21,7 @@ SPLIT = ("range_forward", "range_dq", "range_dkv", "selected_forward", "selected
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, dict[str, list[float]]]]:
+def comparisons() -> dict[str, dict[str, dict[str, list[float]]]]:
     done = subprocess.run(
         [sys.executable, "tests/proofs/perf_model/interpreted_loops.py"], cwd=ROOT, capture_output=True, text=True,
         timeout=250,
@@ -41,17 +41,17 @@ def wrong(kernels: dict[str, dict[str, list[float]]]) -> list[str]:
     ]
 
 
-def test_every_kernel_does_what_is_modelled(found):
-    assert len(found["right"]) == 26
-    assert wrong(found["right"]) == []
-    for kernel, figures in found["right"].items():
+def test_every_kernel_does_what_is_modelled(comparisons):
+    assert len(comparisons["right"]) == 26
+    assert wrong(comparisons["right"]) == []
+    for kernel, figures in comparisons["right"].items():
         counts = {what: count for what, (count, _) in figures.items()}
         assert counts.pop("bytes") > 0, kernel
         assert (counts.pop("inner_trips") > 0) == (kernel.split()[0] in SPLIT), kernel
         assert (min(counts.values()) > 0) == (kernel.split()[0] not in AROUND), kernel
 
 
-def test_a_planted_mistake_is_caught(found):
-    planted = found.keys() - {"right"}
+def test_a_planted_mistake_is_caught(comparisons):
+    planted = comparisons.keys() - {"right"}
     assert len(planted) == 12
-    assert [name for name in planted if not wrong(found[name])] == []
+    assert [name for name in planted if not wrong(comparisons[name])] == []

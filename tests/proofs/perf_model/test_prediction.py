@@ -33,8 +33,8 @@ def base_overlap() -> dict[int, SelectionOverlap]:
     return {length: measure_overlap(BASE, length, "smooth") for length in (2048, 4096)}
 
 
-def predicted(gpu, found: SelectionOverlap, **how):
-    return predict(gpu, found.shape, found.length, overlap=found, instructions=lambda *_: None, **how)
+def predicted(gpu, overlap: SelectionOverlap, **how):
+    return predict(gpu, overlap.shape, overlap.length, overlap=overlap, instructions=lambda *_: None, **how)
 
 
 def test_a_kernel_takes_its_slowest_bound():
@@ -70,8 +70,8 @@ def test_twice_the_bandwidth_halves_what_memory_bounds(base_overlap):
 
 def test_work_grows_with_length(base_overlap):
     short, long = (
-        {(k.name, k.backward): k for k in predicted("a100", found, backward=True).kernels}
-        for found in base_overlap.values()
+        {(k.name, k.backward): k for k in predicted("a100", overlap, backward=True).kernels}
+        for overlap in base_overlap.values()
     )
     assert short.keys() == long.keys()
     for name, kernel in long.items():
@@ -117,14 +117,14 @@ def test_clocks_and_units_give_the_table_s_peak():
 @pytest.mark.parametrize("data", ["random", "smooth"])
 @pytest.mark.parametrize("length", [90, 777])
 def test_the_yardstick_reads_every_choice(data, length):
-    found, sizes = measure_overlap(TINY, length, data), LaunchSizes(TINY, length, "bf16")
+    overlap, sizes = measure_overlap(TINY, length, data), LaunchSizes(TINY, length, "bf16")
     reads = group_centric_forward(sizes).trips
-    chosen = int((found.idx_LSN >= 0).sum()) * TINY.n_kv_groups
+    chosen = int((overlap.idx_LSN >= 0).sum()) * TINY.n_kv_groups
     assert reads == chosen
-    per_query = [found.blocks(queries) * TINY.n_kv_groups for queries in (1, 2, 5, 10, 32)]
+    per_query = [overlap.blocks(queries) * TINY.n_kv_groups for queries in (1, 2, 5, 10, 32)]
     assert per_query[0] == reads
     assert per_query == sorted(per_query, reverse=True)
-    assert group_centric_forward(sizes).l2_bytes >= selected_kernels.selected_forward(sizes, found).l2_bytes
+    assert group_centric_forward(sizes).l2_bytes >= selected_kernels.selected_forward(sizes, overlap).l2_bytes
 
 
 def test_spans_speak_for_the_whole_row(monkeypatch):
@@ -140,11 +140,11 @@ def test_spans_speak_for_the_whole_row(monkeypatch):
 
 @pytest.mark.parametrize("queries", [1, 3, 10, 32])
 def test_a_union_is_a_set(queries):
-    found = measure_overlap(TINY, 90)
-    rows = found.idx_LSN[0].tolist()
+    overlap = measure_overlap(TINY, 90)
+    rows = overlap.idx_LSN[0].tolist()
     tiles = [{block for row in rows[i : i + queries] for block in row} - {-1} for i in range(0, 90, queries)]
-    assert found.blocks(queries) == sum(map(len, tiles))
-    assert found.entries() == sum(block >= 0 for row in rows for block in row)
+    assert overlap.blocks(queries) == sum(map(len, tiles))
+    assert overlap.entries() == sum(block >= 0 for row in rows for block in row)
 
 
 def test_smooth_neighbours_share_more_blocks():
@@ -186,19 +186,19 @@ def test_machine_code_says_what_a_turn_issues():
 
 
 def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
-    found = count_instructions("selected_forward", BASE, "sm_80")
+    counts = count_instructions("selected_forward", BASE, "sm_80")
     sizes = LaunchSizes(BASE, 640, "bf16")
     work = selected_kernels.selected_forward(sizes, measure_overlap(BASE, 640))
-    assert found is not None
-    assert found.hmma_flops == work.flops / work.trips == 2 * 64 * 64 * 128
-    assert found.instructions > found.hmma_flops // HMMA_FLOPS
-    timed = time_of(A100, "bf16", work, found)
+    assert counts is not None
+    assert counts.hmma_flops == work.flops / work.trips == 2 * 64 * 64 * 128
+    assert counts.instructions > counts.hmma_flops // HMMA_FLOPS
+    timed = time_of(A100, "bf16", work, counts)
     assert timed.bounds_s["instructions"] == pytest.approx(
-        (found.instructions * (work.trips - work.inner_trips) + found.inner_instructions * work.inner_trips)
+        (counts.instructions * (work.trips - work.inner_trips) + counts.inner_instructions * work.inner_trips)
         / (SCHEDULERS * 108 * 1.41e9)
     )
     assert 0 < work.inner_trips < work.trips
-    assert found.inner_instructions < 0.9 * found.instructions
+    assert counts.inner_instructions < 0.9 * counts.instructions
     assert count_instructions("selected_forward", BASE, "gfx942") is None
 
 

@@ -59,10 +59,10 @@ def lanes(opcode: str, inputs: list[np.ndarray], output: np.dtype, *, more: str 
     body, operands = "", []
     stored = np.dtype(np.int32) if output == np.bool_ else np.dtype(output)
     arrays = [x.astype(np.int32) if x.dtype == np.bool_ else np.ascontiguousarray(x) for x in inputs]
-    for i, (x, given) in enumerate(zip(arrays, inputs, strict=True)):
+    for i, (x, values) in enumerate(zip(arrays, inputs, strict=True)):
         name = f"{_WIDTHS[8 * x.itemsize]}{i + 1}"
         body += at(i, x.itemsize) + f"\tld.global.b{8 * x.itemsize} {name}, [%rd80];\n"
-        if given.dtype == np.bool_:
+        if values.dtype == np.bool_:
             body += f"\tsetp.ne.b32 %p{i + 1}, {name}, 0;\n"
             name = f"%p{i + 1}"
         operands.append(name)

@@ -102,8 +102,8 @@ def test_predicates_and_selection():
     assert np.array_equal(lanes("xor.pred", [p, q], np.bool_), p ^ q)
     assert np.array_equal(lanes("not.pred", [p], np.bool_), ~p)
     a, b = pairs(np.float32)
-    found = lanes("selp.f32", [a, b, p], np.float32)
-    assert np.array_equal(found, np.where(p, a, b), equal_nan=True)
+    selected = lanes("selp.f32", [a, b, p], np.float32)
+    assert np.array_equal(selected, np.where(p, a, b), equal_nan=True)
 
 
 def test_maximum_ignores_nan_unless_told():

@@ -88,8 +88,8 @@ def test_copied_data_is_read_after_wait_and_barrier():
 
 def test_memory_that_is_being_copied_must_not_be_written():
     assert not copy(newest=0, then="st.shared.b32 [%r91+256], %r90;")
-    found = copy(then="st.shared.b32 [%r91+256], %r90;")
-    assert {f.kind for f in found} == {"write_before_wait"}
+    findings = copy(then="st.shared.b32 [%r91+256], %r90;")
+    assert {f.kind for f in findings} == {"write_before_wait"}
 
 
 def test_out_of_bounds():

@@ -8,14 +8,14 @@ from tests.proofs.ptx_emulator.ptx_snippets import at, lanes, run
 
 def manual_shuffle(mode, values, by, bounds):
     """The manual's pseudocode, one lane at a time."""
-    segment, clamp, found = bounds >> 8 & 31, bounds & 31, []
+    segment, clamp, shuffled = bounds >> 8 & 31, bounds & 31, []
     for lane in range(32):
         b = by[lane] & 31
         last, first = (lane & segment) | (clamp & ~segment), lane & segment
         j = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": first | (b & ~segment)}[mode]
         inside = j >= last if mode == "up" else j <= last
-        found.append(values[j] if inside else values[lane])
-    return found
+        shuffled.append(values[j] if inside else values[lane])
+    return shuffled
 
 
 @pytest.mark.parametrize(

@@ -58,13 +58,13 @@ def body(memory_bytes, a, b, flags, *, wait="wait_group.sync.aligned 0", fence=T
 
 def product_of(out):
     """[64, N] from N / 2 registers of 128 threads."""
-    found = np.zeros((64, N), np.float32)
+    product = np.zeros((64, N), np.float32)
     for thread in range(128):
         warp, lane = divmod(thread, 32)
         for i in range(N // 2):
             row = 16 * warp + lane // 4 + 8 * (i // 2 % 2)
-            found[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2] = out[thread, i]
-    return found
+            product[row, 8 * (i // 4) + 2 * (lane % 4) + i % 2] = out[thread, i]
+    return product
 
 
 def both(mode, *, b_across):
@@ -109,8 +109,8 @@ def test_operands_in_shared_memory(mode, b_across):
 def test_what_is_missing_is_reported(change, kind):
     memory, a, b, _ = both(1, b_across=False)
     out = np.zeros((128, N // 2), np.float32)
-    found = run(body(memory.nbytes, a, b, "0, 0", **change), memory, out, threads=128, shared=memory.nbytes)
-    assert kind in {finding.kind for finding in found}
+    findings = run(body(memory.nbytes, a, b, "0, 0", **change), memory, out, threads=128, shared=memory.nbytes)
+    assert kind in {finding.kind for finding in findings}
 
 
 def test_programs_of_a_batch_have_groups_of_their_own():

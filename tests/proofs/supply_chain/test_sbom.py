@@ -23,10 +23,10 @@ def test_it_is_valid_cyclonedx(text):
 
 
 def test_packages_carry_version_licence_and_the_locked_hashes(text):
-    lock, found = read_lock(GATE), {row["name"]: row for row in json.loads(text)["components"]}
-    assert found.keys() <= lock.keys()
-    assert {"torch", "pydantic", "pyyaml", "typer", "rich"} <= found.keys()
-    for name, row in found.items():
+    lock, components = read_lock(GATE), {row["name"]: row for row in json.loads(text)["components"]}
+    assert components.keys() <= lock.keys()
+    assert {"torch", "pydantic", "pyyaml", "typer", "rich"} <= components.keys()
+    for name, row in components.items():
         assert {entry["content"] for entry in row["hashes"]} == lock[name].hashes
         assert row["licenses"][0]["license"]["name"] != "unknown"
         assert row["purl"].startswith(f"pkg:pypi/{name}@")

@@ -107,6 +107,6 @@ def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
     if task.op != "attention" or task.shape != SHAPES["base"]:
         return None
     for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
-        if found := predictions().get((word, task.length, task.dtype, task.backward)):
-            return found
+        if prediction := predictions().get((word, task.length, task.dtype, task.backward)):
+            return prediction
     return None

@@ -356,9 +356,9 @@ def selective_checkpointing(case: ModuleCase) -> Iterator[CheckResult]:
 
     with _OperatorCounter() as plain:
         want = gradients(module(x))
-    with _OperatorCounter() as kept:
+    with _OperatorCounter() as checkpointed:
         got = gradients(checkpoint(module, x, use_reentrant=False, context_fn=keep_operators))
     yield differing(f"gradients that differ under selective checkpointing, {case.dtype}", got, want)
-    again = kept.seen - plain.seen
+    again = checkpointed.seen - plain.seen
     claim = f"kernels computed twice under selective checkpointing, {case.dtype}"
     yield bounded(claim, sum(again.values()), 0, ", ".join(again))

@@ -80,18 +80,18 @@ def locate_layers(
     cache: LayerCache | None = None,
     cu_doc_lens: Tensor | Sequence[int] | None = None,
     labels: LossLabels | None = None,
-    **given: Unpack[PositionOptions],
+    **position_options: Unpack[PositionOptions],
 ) -> list[Positions]:
     """Positions of every layer. They share layout and padding, and layers with the same RoPE the tables too. Arguments
     as for `NSAAttention.locate`; `cache`: of the first layer, whose positions are those of all."""
-    if given.get("position_embeddings") is not None:
+    if position_options.get("position_embeddings") is not None:
         _require_one_rotation(layers)
-    first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, labels=labels, **given)
+    first = layers[0].locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, labels=labels, **position_options)
     positions = {layers[0].rotary.key: first}
     for layer in layers:
         if layer.rotary.key in positions:
             continue
-        tables = layer.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **given).tables
+        tables = layer.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **position_options).tables
         positions[layer.rotary.key] = first._replace(tables=tables)
     return [positions[layer.rotary.key] for layer in layers]
 

@@ -57,7 +57,7 @@ class NSAPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As `nsa.core.init`, which knows a module by its name; tensors that were loaded keep their values."""
-        name = next((name for name, found in self.named_modules() if found is module), "")
+        name = next((name for name, part in self.named_modules() if part is module), "")
         own = list(module.parameters(recurse=False))
         loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
         init_module(name, module, self.config.num_hidden_layers, self.config.initializer_range)

@@ -64,12 +64,12 @@ def documents(out: Path) -> list[tuple[str, str]]:
     """(id, text) in stored order, both splits."""
     folder = StorageFolder(str(out))
     manifest = read_manifest(folder)
-    found = [
+    segments = [
         start
         for split in manifest.splits
         for start in first_documents(folder, manifest, split, documents=10**6, max_tokens=10**6)
     ]
-    return [(start.doc_id, bytes(start.ids[:-1]).decode()) for start in found]
+    return [(start.doc_id, bytes(start.ids[:-1]).decode()) for start in segments]
 
 
 def test_two_workers_write_the_same_bytes(texts: Path, alone: Path, tmp_path: Path) -> None:
@@ -82,15 +82,15 @@ def test_of_equal_documents_the_first_is_kept(texts: Path, alone: Path) -> None:
     """Compared with a plain set of texts, in the order of the tasks: parquet, JSONL, text files by name."""
     plan = make_plan(str(texts), "byte", **SETTINGS)
     seen: set[str] = set()
-    kept, repeated = [], 0
+    firsts, repeated = [], 0
     for task in plan.tasks():
         for _, document in TaskReader(plan, task).documents():
             if document.text in seen:
                 repeated += 1
             else:
                 seen.add(document.text)
-                kept.append((document.id, document.text))
-    assert sorted(documents(alone)) == sorted(kept)
+                firsts.append((document.id, document.text))
+    assert sorted(documents(alone)) == sorted(firsts)
     report = read_report(StorageFolder(str(alone)))
     assert report is not None
     assert report.skipped[DUPLICATES].count == repeated >= 60

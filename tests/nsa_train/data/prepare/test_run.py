@@ -67,12 +67,12 @@ def _documents(out: Path, split: str) -> dict[str, list[int]]:
     reader = ShardReader(StorageFolder(str(out)), split)
     tokens = np.empty(reader.total_tokens, dtype=np.uint16)
     reader.copy_window(0, reader.total_tokens, tokens)
-    found, at = {}, 0
+    ids, at = {}, 0
     for segment in reader.segments(0, reader.total_tokens):
-        assert segment.doc_id not in found
-        found[segment.doc_id] = tokens[at : at + segment.length].tolist()
+        assert segment.doc_id not in ids
+        ids[segment.doc_id] = tokens[at : at + segment.length].tolist()
         at += segment.length
-    return found
+    return ids
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])

@@ -93,15 +93,15 @@ def _corpus(path: Path) -> str:
 
 def test_held_out_documents_are_in_no_training_row(tmp_path: Path) -> None:
     source = _corpus(tmp_path / "a.jsonl")
-    found: dict[str, set[str]] = {"train": set(), "validation": set()}
-    for split, seen in found.items():
+    ids_of: dict[str, set[str]] = {"train": set(), "validation": set()}
+    for split, seen in ids_of.items():
         data = DirectData(source, "byte", seq_len=64, split=split, held_out_fraction=0.2, at_end="stop")  # type: ignore[arg-type]
         stream = data.open()
         for batch in _until_end(stream, 1):
             seen |= {s.doc_id for row in batch.provenance or () for s in row}
-    assert not found["train"] & found["validation"]
-    assert all(is_held_out(doc, 0.2) for doc in found["validation"])
-    assert len(found["train"]) + len(found["validation"]) == 200 - len(range(0, 200, 7))  # every seventh is empty
+    assert not ids_of["train"] & ids_of["validation"]
+    assert all(is_held_out(doc, 0.2) for doc in ids_of["validation"])
+    assert len(ids_of["train"]) + len(ids_of["validation"]) == 200 - len(range(0, 200, 7))  # every seventh is empty
 
 
 def test_another_seed_refuses_the_cursor(tmp_path: Path) -> None:

@@ -83,9 +83,9 @@ def test_tracking_follows_chains_of_four_variables() -> None:
         facts, asked = _facts_and_questions("tracking", tokens, mask)
         known: dict[int, int] = {}
         hops: dict[int, int] = {}
-        for variable, given in zip(facts[::2], facts[1::2], strict=True):
-            known[variable - 64] = given - 80 if given >= 80 else known[given - 64]
-            hops[variable - 64] = 1 if given >= 80 else hops[given - 64] + 1
+        for variable, operand in zip(facts[::2], facts[1::2], strict=True):
+            known[variable - 64] = operand - 80 if operand >= 80 else known[operand - 64]
+            hops[variable - 64] = 1 if operand >= 80 else hops[operand - 64] + 1
         assert known == asked
         assert sorted(hops.values()) == sorted([1, 2, 3, 4] * 4)
 

@@ -36,7 +36,7 @@ def test_a_flipped_byte_is_found_100_of_100(tmp_path: Path) -> None:
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
     assert max(p.stat().st_size for p in files) > 2 * BLOCK_BYTES
     rng = np.random.default_rng(0)
-    found = 0
+    n_detected = 0
     for trial in range(100):
         path = files[trial % len(files)]
         raw = path.read_bytes()
@@ -46,9 +46,9 @@ def test_a_flipped_byte_is_found_100_of_100(tmp_path: Path) -> None:
         try:
             _read_everything(tmp_path)
         except DataError:
-            found += 1
+            n_detected += 1
         path.write_bytes(raw)
-    assert found == 100
+    assert n_detected == 100
     _read_everything(tmp_path)
 
 

@@ -96,8 +96,8 @@ def test_what_is_left_out_is_reported_with_its_reason(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     listing = list_local(str(tmp_path))
     assert [file.name for file in listing.files] == ["a.txt", "linked.txt"]
-    found = {reason: sorted(of.first) for reason, of in listing.left_out.skipped.items()}
-    assert found == {
+    names_by_reason = {reason: sorted(of.first) for reason, of in listing.left_out.skipped.items()}
+    assert names_by_reason == {
         HIDDEN: [".git", ".hidden.txt", "sub/.cache"],
         UNKNOWN_ENDING: ["paper.pdf"],
         FOLDER_LINK: ["sub/loop"],
@@ -250,14 +250,14 @@ def test_thousands_of_open_elements_take_no_time():
 
 
 def reports(numbers: list[int]) -> list[ReadReport]:
-    made = []
+    numbered = []
     for number in numbers:
         report = ReadReport()
         for i in range(number):
             report.skip(HIDDEN, f"{number}-{i}")
             report.count("text", i, 2 * i)
-        made.append(report)
-    return made
+        numbered.append(report)
+    return numbered
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 6))

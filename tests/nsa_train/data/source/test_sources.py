@@ -306,10 +306,10 @@ def test_the_listing_of_a_dataset_is_kept_between_starts(tmp_path):
         assert second.fingerprint == first.fingerprint
         assert read_all(second) == read_all(first)
 
-        (kept,) = (tmp_path / "cache").iterdir()
-        kept.write_text(kept.read_text().replace('"row_groups": 1', '"row_groups": 2'))
+        (listing,) = (tmp_path / "cache").iterdir()
+        listing.write_text(listing.read_text().replace('"row_groups": 1', '"row_groups": 2'))
         assert open_source("owner/set", **options).fingerprint == first.fingerprint, "a changed cache is not believed"
-        kept.write_text("{")
+        listing.write_text("{")
         assert len(open_source("owner/set", **options)) == len(first)
 
 

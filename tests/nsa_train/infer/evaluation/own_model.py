@@ -26,11 +26,11 @@ class OwnHarnessModel(NSAHarnessModel):
     def _model_generate(self, context, max_length, stop, **options):
         assert not options.get("do_sample")
         cache = self.own.new_cache(1, max_length)
-        made, new = context, context
+        ids, new = context, context
         with torch.no_grad():
-            while made.shape[1] < max_length:
+            while ids.shape[1] < max_length:
                 new = self.own(new, cache=cache)[:, -1:].argmax(-1)
-                made = torch.cat([made, new], 1)
+                ids = torch.cat([ids, new], 1)
                 if new.item() == self.eot_token_id:
                     break
-        return made
+        return ids

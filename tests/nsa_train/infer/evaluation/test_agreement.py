@@ -38,15 +38,15 @@ def test_figures_are_those_of_the_logits_of_both(tmp_path):
     for position in record["by_position"]:
         parts.append((position, values[:, :, position["begin"] : position["end"]]))
     assert [position["begin"] for position in record["by_position"]] == [0, 128]
-    for found, part in parts:
+    for figures, part in parts:
         loss, against, same, divergence = part.mean((0, 2))
         by_row = (part[:, 0] - part[:, 1]).mean(-1)
-        assert found["loss"] == pytest.approx(loss, abs=1e-4)
-        assert found["against_loss"] == pytest.approx(against, abs=1e-4)
-        assert found["difference"] == pytest.approx(loss - against, abs=1e-4)
-        assert found["difference_standard_error"] == pytest.approx(by_row.std(ddof=1) / 3**0.5, rel=1e-2)
-        assert found["same_top"] == pytest.approx(same, abs=0.01)
-        assert found["divergence"] == pytest.approx(divergence, rel=1e-3)
+        assert figures["loss"] == pytest.approx(loss, abs=1e-4)
+        assert figures["against_loss"] == pytest.approx(against, abs=1e-4)
+        assert figures["difference"] == pytest.approx(loss - against, abs=1e-4)
+        assert figures["difference_standard_error"] == pytest.approx(by_row.std(ddof=1) / 3**0.5, rel=1e-2)
+        assert figures["same_top"] == pytest.approx(same, abs=0.01)
+        assert figures["divergence"] == pytest.approx(divergence, rel=1e-3)
     assert record["by_position"][1]["divergence"] > 1e-3
     assert 0 < record["same_top"] < 1
 
@@ -55,10 +55,10 @@ def test_losses_are_those_of_each_model_alone(tmp_path):
     sparse, dense, _ = converted_pair(tmp_path)
     rows = token_rows(2, 200, ends=[60])
     sums = agreement_with(sparse, dense, rows)
-    for model, found in ((sparse, sums.own), (dense, sums.reference)):
+    for model, totals in ((sparse, sums.own), (dense, sums.reference)):
         alone = held_out_loss(rows, model_token_scores(model))
-        assert found.by_position() == alone.by_position()
-        assert (found.loss, found.standard_error) == (alone.loss, alone.standard_error)
+        assert totals.by_position() == alone.by_position()
+        assert (totals.loss, totals.standard_error) == (alone.loss, alone.standard_error)
 
 
 @pytest.mark.parametrize("mix", ["merged", "gated"])

@@ -39,60 +39,60 @@ def hay(request):
 def test_documents_are_as_long_as_asked_and_the_answer_lies_where_asked(task, hay, encode):
     longest_word = 60  # in tokens
     for number, (length, depth) in enumerate((length, depth) for length in (1024, 3000) for depth in DEPTHS):
-        made = make_example(task, hay, lambda t: len(encode(t)), length=length, depth=depth, number=number)
-        n_tokens = len(encode(made.prompt + made.answer))
+        example = make_example(task, hay, lambda t: len(encode(t)), length=length, depth=depth, number=number)
+        n_tokens = len(encode(example.prompt + example.answer))
         assert length - longest_word < n_tokens <= length
-        assert made.prompt[made.needle_at :].startswith(made.needle)
-        assert made.prompt.count(made.needle) == 1
+        assert example.prompt[example.needle_at :].startswith(example.needle)
+        assert example.prompt.count(example.needle) == 1
         before, hay_words = (
             len(HIDDEN.sub(" ", text).split())
-            for text in (made.prompt[: made.needle_at], made.prompt.rsplit("\n\n", 1)[0])
+            for text in (example.prompt[: example.needle_at], example.prompt.rsplit("\n\n", 1)[0])
         )
         assert round(depth * hay_words) - max(40, hay_words // 10) <= before <= round(depth * hay_words)
         if depth == 0:
-            assert made.needle_at == 0
+            assert example.needle_at == 0
 
 
 @pytest.mark.parametrize("task", FAR_TASKS)
 def test_the_answer_occurs_once_and_only_in_the_hidden_text(task, hay, encode):
     for number in range(6):
-        made = make_example(task, hay, lambda t: len(encode(t)), length=1500, depth=0.4, number=number)
-        value = made.answer.strip(" .\n")
-        assert made.prompt.count(value) == 1
-        assert value in made.needle
-        assert made.candidates.count(made.answer) == 1
-        assert len(set(made.candidates)) == len(made.candidates)
-        assert len({len(candidate) for candidate in made.candidates}) == 1
-        for candidate in made.candidates:
+        example = make_example(task, hay, lambda t: len(encode(t)), length=1500, depth=0.4, number=number)
+        value = example.answer.strip(" .\n")
+        assert example.prompt.count(value) == 1
+        assert value in example.needle
+        assert example.candidates.count(example.answer) == 1
+        assert len(set(example.candidates)) == len(example.candidates)
+        assert len({len(candidate) for candidate in example.candidates}) == 1
+        for candidate in example.candidates:
             other = candidate.strip(" .\n")
-            assert made.prompt.count(other) == (0 if task == "needle" and other != value else 1)
+            assert example.prompt.count(other) == (0 if task == "needle" and other != value else 1)
 
 
 def test_examples_depend_on_their_arguments_alone(encode):
-    def made(**changes):
+    def example(**changes):
         words = dict(length=1024, depth=0.5, number=0, seed=0) | changes
         return make_example("needle", built_in_hay(), lambda t: len(encode(t)), **words)
 
-    assert made() == made()
+    assert example() == example()
     for change in (dict(number=1), dict(seed=1), dict(depth=0.25), dict(length=900)):
-        assert made(**change).answer != made().answer
+        assert example(**change).answer != example().answer
 
 
 def test_the_right_candidate_stands_at_every_place():
     for task in FAR_TASKS:
         examples = [make_example(task, built_in_hay(), len, length=1024, depth=0.5, number=n) for n in range(40)]
-        places = [made.candidates.index(made.answer) for made in examples]
+        places = [example.candidates.index(example.answer) for example in examples]
         assert len(set(places)) >= min(8, len(examples[0].candidates))
 
 
 def solved(text: str) -> str:
     """The answer, by reading the text with regular expressions."""
     body, question = text.rsplit("\n\n", 1)
-    if found := re.fullmatch(r"(\w{4}) =", question):
-        (value,) = re.findall(rf"\n{found[1]} = (\d+)\n", body)
+    if match := re.fullmatch(r"(\w{4}) =", question):
+        (value,) = re.findall(rf"\n{match[1]} = (\d+)\n", body)
         return f" {value}\n"
-    if found := re.match(r"What is the value of variable (\w+)\?", question):
-        variable = found[1]
+    if match := re.match(r"What is the value of variable (\w+)\?", question):
+        variable = match[1]
         while True:
             (source,) = re.findall(rf"Variable {variable} is set to (?:the value of )?(\w+)\.", body)
             if source.isdigit():

@@ -54,10 +54,10 @@ def only(loaded, **changes):
 def test_equals_the_loss_in_val_csv_and_of_our_own_model(run, loaded):
     with (run / names.VAL_CSV).open() as file:
         (recorded,) = csv.DictReader(file)
-    found = only(loaded, rows=ROWS)
-    assert found["rows"] == ROWS
-    assert found["tokens"] == int(recorded["tokens"])
-    assert found["loss"] == pytest.approx(float(recorded["val_loss"]), rel=1e-6)
+    record = only(loaded, rows=ROWS)
+    assert record["rows"] == ROWS
+    assert record["tokens"] == int(recorded["tokens"])
+    assert record["loss"] == pytest.approx(float(recorded["val_loss"]), rel=1e-6)
 
     trained = open_trained_model(run)
     own = build_model(trained.config, trained.vocab_size)
@@ -70,12 +70,12 @@ def test_equals_the_loss_in_val_csv_and_of_our_own_model(run, loaded):
             return TokenScores(losses, own(tokens, cu_doc_lens=cu_doc_lens).argmax(-1) == labels)
 
     sums = held_out_loss(rows_of(held_out_data(loaded, None, None), ROWS), score_tokens)
-    assert sums.loss == pytest.approx(found["loss"], rel=1e-6)
-    assert found["accuracy"] > 0
-    one_token = 1.01 / found["tokens"]  # two nearly equal logits may be in another order
-    assert found["accuracy"] == pytest.approx(sums.accuracy, abs=one_token)
-    assert found["accuracy"] == pytest.approx(float(recorded["val_accuracy"]), abs=one_token)
-    for ours, theirs in zip(sums.by_position(), found["by_position"], strict=True):
+    assert sums.loss == pytest.approx(record["loss"], rel=1e-6)
+    assert record["accuracy"] > 0
+    one_token = 1.01 / record["tokens"]  # two nearly equal logits may be in another order
+    assert record["accuracy"] == pytest.approx(sums.accuracy, abs=one_token)
+    assert record["accuracy"] == pytest.approx(float(recorded["val_accuracy"]), abs=one_token)
+    for ours, theirs in zip(sums.by_position(), record["by_position"], strict=True):
         assert ours.tokens == theirs["tokens"]
         assert ours.loss == pytest.approx(theirs["loss"], rel=1e-5)
         assert ours.accuracy == pytest.approx(theirs["accuracy"], abs=1.01 / ours.tokens)
@@ -83,12 +83,12 @@ def test_equals_the_loss_in_val_csv_and_of_our_own_model(run, loaded):
 
 
 def test_bits_per_byte_count_bytes_and_not_tokens(loaded):
-    found = only(loaded, rows=ROWS)
+    record = only(loaded, rows=ROWS)
     data = held_out_data(loaded, None, None)
     labels = [next_token_labels(batch) for batch in rows_of(data, ROWS)]
     n_bytes = sum(int(((each >= 0) & (each < 256)).sum()) for each in labels)
-    assert n_bytes < found["tokens"]
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] * found["tokens"] / math.log(2) / n_bytes)
+    assert n_bytes < record["tokens"]
+    assert record["bits_per_byte"] == pytest.approx(record["loss"] * record["tokens"] / math.log(2) / n_bytes)
 
 
 def test_bytes_of_bpe_tokens_add_up_to_the_text(tmp_path):
@@ -103,9 +103,9 @@ def test_bytes_of_bpe_tokens_add_up_to_the_text(tmp_path):
 
 
 def test_rows_may_be_longer_than_in_training(loaded):
-    found = only(loaded, rows=4, seq_len=1024)
-    assert found["seq_len"] == 1024
-    assert found["by_position"][-1]["end"] == 1024
+    record = only(loaded, rows=4, seq_len=1024)
+    assert record["seq_len"] == 1024
+    assert record["by_position"][-1]["end"] == 1024
 
 
 def test_all_rows_are_read_once(loaded):
@@ -117,8 +117,8 @@ def test_all_rows_are_read_once(loaded):
 
 def test_given_documents_are_read_whole_with_the_models_own_tokenizer(loaded, tmp_path):
     (tmp_path / "held.jsonl").write_text('{"id": "a", "text": "%s"}\n' % ("some text " * 200))
-    found = only(loaded, rows=None, data=str(tmp_path / "held.jsonl"), seq_len=500)
-    assert 1500 <= found["tokens"] + found["rows"] <= 2001
+    record = only(loaded, rows=None, data=str(tmp_path / "held.jsonl"), seq_len=500)
+    assert 1500 <= record["tokens"] + record["rows"] <= 2001
     assert only(loaded, rows=None, data=str(tmp_path / "held.jsonl"), seq_len=5000)["tokens"] == 2000
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(DataError):
@@ -131,23 +131,23 @@ def test_data_that_is_not_known_is_asked_for(tmp_path):
     with pytest.raises(ConfigError, match="--data"):
         only(loaded)
     notes = []
-    found = evaluate_model(loaded, EvaluationRequest(limit=1, depths=[0.5]), note=notes.append)
+    records = evaluate_model(loaded, EvaluationRequest(limit=1, depths=[0.5]), note=notes.append)
     assert len(notes) == 1
-    assert set(found) == {"needle", "needle_multikey", "variable_tracking", "associative_recall"}
-    assert {result["settings"]["hay"] for result in found.values()} == {"built-in text"}
+    assert set(records) == {"needle", "needle_multikey", "variable_tracking", "associative_recall"}
+    assert {result["settings"]["hay"] for result in records.values()} == {"built-in text"}
     with pytest.raises(ConfigError, match="--rows"):
         list(rows_of(SyntheticData("copy", 257, 64), None))
 
 
 def test_hay_is_the_held_out_text_and_results_belong_to_the_run(run, loaded):
     seen = []
-    found = evaluate_model(
+    record = evaluate_model(
         loaded,
         EvaluationRequest(tasks=["needle"], lengths=[600], depths=[0.0, 1.0], limit=2, seed=3),
         progress=lambda *state: seen.append(state),
     )["needle"]
-    assert found["settings"] == {"hay": str(held_out_data(loaded, None, None)), "seed": 3, "examples": 2}
-    assert [(cell["length"], cell["depth"], cell["examples"]) for cell in found["cells"]] == [(600, 0, 2), (600, 1, 2)]
+    assert record["settings"] == {"hay": str(held_out_data(loaded, None, None)), "seed": 3, "examples": 2}
+    assert [(cell["length"], cell["depth"], cell["examples"]) for cell in record["cells"]] == [(600, 0, 2), (600, 1, 2)]
     assert seen == [("needle", done, 4) for done in (1, 2, 3, 4)]
     assert results_folder(loaded.source) == run.resolve()
     assert isinstance(held_out_data(loaded, None, None), DirectData)

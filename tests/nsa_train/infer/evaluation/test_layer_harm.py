@@ -35,14 +35,14 @@ def divergence(model, reference, rows):
 def test_harm_and_gain_are_those_of_conversions_that_keep_other_layers(options, tmp_path):
     sparse, dense, _ = converted_pair(tmp_path, **options)
     rows, calls = token_rows(2, LENGTH), []
-    found = harmful_layers(sparse, dense, rows, lambda: calls.append(1))
-    kept, windows = options.get("keep_dense", ()), options.get("keep_window", ())
-    layers = [layer for layer in range(4) if layer not in kept]
-    assert [each.layer for each in found.layers] == layers
+    result = harmful_layers(sparse, dense, rows, lambda: calls.append(1))
+    dense_layers, windows = options.get("keep_dense", ()), options.get("keep_window", ())
+    layers = [layer for layer in range(4) if layer not in dense_layers]
+    assert [each.layer for each in result.layers] == layers
     assert len(calls) == passes_over_rows(sparse, dense) == 2 + 2 * len(layers)
     whole = divergence(sparse, dense, rows)
-    assert found.divergence == pytest.approx(whole, rel=1e-4)
-    for each in found.layers:
+    assert result.divergence == pytest.approx(whole, rel=1e-4)
+    for each in result.layers:
         others = tuple(layer for layer in range(4) if layer != each.layer)
         of_layer = tuple(layer for layer in windows if layer == each.layer)
         alone, _, _ = converted_pair(
@@ -50,7 +50,7 @@ def test_harm_and_gain_are_those_of_conversions_that_keep_other_layers(options, 
         )
         without, _, _ = converted_pair(
             tmp_path / f"without{each.layer}",
-            **{**options, "keep_dense": (*kept, each.layer), "keep_window": tuple(set(windows) - {each.layer})},
+            **{**options, "keep_dense": (*dense_layers, each.layer), "keep_window": tuple(set(windows) - {each.layer})},
         )
         assert each.harm == pytest.approx(divergence(alone, dense, rows), rel=1e-3)
         assert each.harm > 1e-4
@@ -61,14 +61,14 @@ def test_harm_and_gain_are_those_of_conversions_that_keep_other_layers(options, 
 def test_the_advice_is_measured_and_names_layers_that_are_dense_already(tmp_path):
     sparse, dense, _ = converted_pair(tmp_path, keep_dense=(1,))
     rows = token_rows(2, LENGTH)
-    found = harmful_layers(sparse, dense, rows)
-    worst = max(found.layers, key=lambda each: each.harm)
-    assert found.advised == [worst.layer]
-    record = layers_record(found, "rows", LENGTH, 2, "dense")
+    result = harmful_layers(sparse, dense, rows)
+    worst = max(result.layers, key=lambda each: each.harm)
+    assert result.advised == [worst.layer]
+    record = layers_record(result, "rows", LENGTH, 2, "dense")
     assert record["keep_dense"] == sorted([1, worst.layer])
     again, _, _ = converted_pair(tmp_path / "again", keep_dense=tuple(record["keep_dense"]))
-    assert found.removed == pytest.approx(1 - divergence(again, dense, rows) / found.divergence, rel=1e-3)
-    assert 0 < found.removed < 1
+    assert result.removed == pytest.approx(1 - divergence(again, dense, rows) / result.divergence, rel=1e-3)
+    assert 0 < result.removed < 1
     assert 0 < record["layers"][0]["window_mass"] < 1
 
 
@@ -80,17 +80,17 @@ def test_weights_that_were_trained_since_stay_with_their_model(tmp_path):
             parameter.add_(torch.randn_like(parameter) * (1.0 if "phi" in name else 0.02))
     rows, trained = token_rows(1, LENGTH), sparse.state_dict()
     before = {name: value.clone() for name, value in trained.items()}
-    found = harmful_layers(sparse, dense, rows)
+    result = harmful_layers(sparse, dense, rows)
     assert all(torch.equal(before[name], value) for name, value in trained.items())
     alone, _, _ = converted_pair(tmp_path / "alone", phi="weighted", keep_dense=(0, 1, 3))
     phi = {name: value for name, value in trained.items() if "layers.2.attention.phi" in name}
     assert phi
     alone.load_state_dict({**alone.state_dict(), **phi})
-    assert found.layers[2].harm == pytest.approx(divergence(alone, dense, rows), rel=1e-3)
+    assert result.layers[2].harm == pytest.approx(divergence(alone, dense, rows), rel=1e-3)
     without, _, _ = converted_pair(tmp_path / "without", phi="weighted", keep_dense=(2,))
     without.load_state_dict({name: trained[name] for name in without.state_dict()})
     gain = divergence(sparse, dense, rows) - divergence(without, dense, rows)
-    assert found.layers[2].gain == pytest.approx(gain, rel=1e-3)
+    assert result.layers[2].gain == pytest.approx(gain, rel=1e-3)
 
 
 @pytest.mark.parametrize("case", ["llama yarn", "qwen3", "olmo3", "smollm3", "phi3 partial"])
@@ -101,10 +101,10 @@ def test_a_run_of_the_converted_model_has_exchangeable_layers(case, tmp_path):
     run = load_model(tmp_path / "run", device="cpu", needs_text=False).model
     _require_same_but_kinds(run, dense)
     kinds = dense.config.layer_kinds()
-    made = with_layer_kinds(run.config, kinds, run.state_dict())
+    exchanged = with_layer_kinds(run.config, kinds, run.state_dict())
     ids = token_ids(150)
     with torch.no_grad():
-        torch.testing.assert_close(made(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(exchanged(ids).logits, dense(ids).logits, atol=1e-4, rtol=1e-4)
     assert run.config.layer_kinds() == sparse.config.layer_kinds() != kinds
 
 
@@ -133,9 +133,9 @@ def test_every_option_of_a_layer_is_compared_or_belongs_to_sparse_layers(tmp_pat
 
 def test_rows_within_the_covered_length_lead_to_no_advice(tmp_path):
     sparse, dense, _ = converted_pair(tmp_path)
-    found = harmful_layers(sparse, dense, token_rows(1, COVERED))
-    assert (found.advised, found.removed) == ([], None)
-    record = layers_record(found, "rows", COVERED, 1, "dense")
+    result = harmful_layers(sparse, dense, token_rows(1, COVERED))
+    assert (result.advised, result.removed) == ([], None)
+    record = layers_record(result, "rows", COVERED, 1, "dense")
     assert record["keep_dense"] == []
     assert "window_mass" not in record["layers"][0]
 

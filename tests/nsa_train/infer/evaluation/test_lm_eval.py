@@ -72,9 +72,9 @@ def run(tmp_path_factory) -> Path:
 def samples(model, names, **options):
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(model=model, tasks=names, log_samples=True, bootstrap_iters=0, **options)
-    return found["results"], {
-        name: [(each["doc_id"], each["resps"]) for each in found["samples"][name]] for name in names
+    output = simple_evaluate(model=model, tasks=names, log_samples=True, bootstrap_iters=0, **options)
+    return output["results"], {
+        name: [(each["doc_id"], each["resps"]) for each in output["samples"][name]] for name in names
     }
 
 
@@ -95,12 +95,12 @@ def test_the_same_answers_and_scores_through_transformers_and_through_our_own_mo
     through_hf = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", backend="causal", dtype="float32")
     through_ours = NSAHarnessModel(str(run), device="cpu")
     own = OwnHarnessModel(str(run), device="cpu")
-    found = [samples(model, names, task_manager=manager) for model in (through_hf, through_ours, own)]
-    for scores, answers in found[1:]:
-        assert scores["local_choice"]["acc,none"] == found[0][0]["local_choice"]["acc,none"]
-        assert answers["local_generate"] == found[0][1]["local_generate"]
-        assert rounded(answers["local_choice"]) == rounded(found[0][1]["local_choice"])
-    texts = {resps[0][0] for _, resps in found[0][1]["local_generate"]}
+    outputs = [samples(model, names, task_manager=manager) for model in (through_hf, through_ours, own)]
+    for scores, answers in outputs[1:]:
+        assert scores["local_choice"]["acc,none"] == outputs[0][0]["local_choice"]["acc,none"]
+        assert answers["local_generate"] == outputs[0][1]["local_generate"]
+        assert rounded(answers["local_choice"]) == rounded(outputs[0][1]["local_choice"])
+    texts = {resps[0][0] for _, resps in outputs[0][1]["local_generate"]}
     assert len(texts) > 1, "every answer is the same: the comparison says little"
 
 
@@ -131,10 +131,10 @@ def test_results_by_task_and_options_of_the_harness(run, tasks, tmp_path):
     loaded = load_model(run, device="cpu")
     out = tmp_path / "kept"
     words = ["--include_path", str(tasks), "--limit", "4", "--output_path", str(out), "--log_samples"]
-    found = evaluate_with_harness(loaded, "local_choice,local_generate", words)
-    assert set(found) == {"lm_eval/local_choice", "lm_eval/local_generate"}
-    assert found["lm_eval/local_choice"]["metrics"]["acc,none"] in (0.0, 0.25, 0.5, 0.75, 1.0)
-    assert found["lm_eval/local_choice"]["settings"]["samples"] == 4
+    tasks_found = evaluate_with_harness(loaded, "local_choice,local_generate", words)
+    assert set(tasks_found) == {"lm_eval/local_choice", "lm_eval/local_generate"}
+    assert tasks_found["lm_eval/local_choice"]["metrics"]["acc,none"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert tasks_found["lm_eval/local_choice"]["settings"]["samples"] == 4
     assert len(list(out.rglob("samples_*.jsonl"))) == 2
 
 

@@ -19,8 +19,8 @@ def models(tmp_path_factory):
 def test_scores_equal_those_of_whole_forward_passes_of_our_own_model(models):
     own, loaded = models
     candidates = [list(text.encode()) for text in (" 12345.", " 678", " a much longer candidate than the others", "x")]
-    found = TransformersScorer(loaded.model)(PROMPT, candidates)
-    for tokens, score in zip(candidates, found, strict=True):
+    scores = TransformersScorer(loaded.model)(PROMPT, candidates)
+    for tokens, score in zip(candidates, scores, strict=True):
         with torch.no_grad():
             logits = own(torch.tensor([[*PROMPT, *tokens]]))[0, len(PROMPT) - 1 : -1].double()
         expected = logits.log_softmax(-1)[range(len(tokens)), tokens].sum()
@@ -32,11 +32,11 @@ def test_scores_equal_those_of_whole_forward_passes_of_our_own_model(models):
 def test_greedy_is_what_generation_gives(models):
     _, loaded = models
     prompt = torch.tensor([PROMPT])
-    made = loaded.model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    right = made[0, len(PROMPT) :].tolist()
+    generated = loaded.model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    right = generated[0, len(PROMPT) :].tolist()
     wrong_at_the_end = [*right[:-1], (right[-1] + 1) % 256]
-    found = TransformersScorer(loaded.model)(PROMPT, [right, right[:2], wrong_at_the_end])
-    assert [score.greedy for score in found] == [True, True, False]
+    scores = TransformersScorer(loaded.model)(PROMPT, [right, right[:2], wrong_at_the_end])
+    assert [score.greedy for score in scores] == [True, True, False]
 
 
 def test_scores_of_a_known_distribution():

@@ -76,9 +76,9 @@ def test_every_layer_that_selects_has_a_row():
     ends = (np.array([0, 257], dtype=np.int32),)
     tokens = torch.randint(0, 256, (2, 1, 257)).numpy().astype(np.uint16)
     rows = [Batch(row, ends, None, np.zeros(1, np.int64), 0, 1) for row in tokens]
-    found = selection_by_layer(small_model(attention=["nsa", "dense"], kv="per_branch", phi="avg"), rows)
-    assert [layer for layer, _ in found.counts] == [0]
-    record = selection_record(found, "rows", 256, 2)
+    selection = selection_by_layer(small_model(attention=["nsa", "dense"], kv="per_branch", phi="avg"), rows)
+    assert [layer for layer, _ in selection.counts] == [0]
+    record = selection_record(selection, "rows", 256, 2)
     (row,) = record["layers"]
     # An untrained model hits about as often as chance.
     assert abs(row["hit_rate"] - row["chance"]) < 0.35
@@ -101,8 +101,8 @@ def test_hits_on_facts_equal_a_search_in_the_choices(task):
     with torch.no_grad():  # some answers are right: the logit of each value is a random one, those of others are lower
         counted = [int(batch.tokens[batch.loss_mask][place]) for batch in rows for place in (0, 1)]
         model.lm_head.weight[sorted(set(range(320)) - set(counted))] = 0
-    found = selection_by_layer(model, rows, answer_places=data.answer_places)
-    facts = selection_record(found, "rows", 512, len(rows))["facts"]
+    selection = selection_by_layer(model, rows, answer_places=data.answer_places)
+    facts = selection_record(selection, "rows", 512, len(rows))["facts"]
 
     outcomes, expected = [], []
     for batch in rows:
@@ -114,12 +114,12 @@ def test_hits_on_facts_equal_a_search_in_the_choices(task):
                 hits = [any(fact // 16 in group for group in probe.chosen[0][query]) for probe in probes.values()]
                 outcomes.append((*hits, any(hits), predicted[query] == tokens[0, query + 1]))
                 expected.append(1 - (1 - 5 / (query // 16 - 2)) ** 2)
-    found = np.asarray(outcomes)
-    assert 0 < found[:, -1].mean() < 1
+    table = np.asarray(outcomes)
+    assert 0 < table[:, -1].mean() < 1
     for column, record in enumerate((*facts["layers"], facts["any_layer"])):
-        hit, right = found[:, column], found[:, -1]
+        hit, right = table[:, column], table[:, -1]
         assert 0 < hit.mean() < 1
-        assert record["questions"] == len(found)
+        assert record["questions"] == len(table)
         assert record["fact_hit"] == pytest.approx(hit.mean())
         assert record["accuracy"] == pytest.approx(right.mean())
         assert record["accuracy_if_hit"] == pytest.approx(right[hit].mean())

@@ -33,10 +33,10 @@ def test_accuracy_is_that_of_the_evaluation_during_training_and_facts_are_looked
     words = ["--tasks", "held_out_loss,selection", "--rows", str(ROWS), "--device", "cpu"]
     done = CliRunner().invoke(app, ["eval", str(run), *words, "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     with (run / names.VAL_CSV).open() as file:
         (recorded,) = csv.DictReader(file)
-    held_out, facts = found["held_out_loss"], found["selection"]["facts"]
+    held_out, facts = printed["held_out_loss"], printed["selection"]["facts"]
     assert held_out["tokens"] == int(recorded["tokens"]) == ROWS * 16
     assert held_out["loss"] == pytest.approx(float(recorded["val_loss"]), rel=1e-5)
     assert held_out["accuracy"] == pytest.approx(float(recorded["val_accuracy"]), abs=1.01 / held_out["tokens"])
@@ -45,9 +45,9 @@ def test_accuracy_is_that_of_the_evaluation_during_training_and_facts_are_looked
     assert 0 < facts["layers"][0]["chance"] < facts["any_layer"]["chance"] < 1
     assert ROWS * 8 < facts["any_layer"]["questions"] <= ROWS * 16
 
-    (kept,) = read_evaluations(run)
+    (evaluation,) = read_evaluations(run)
     written = (*facts["layers"], facts["any_layer"])
-    assert kept.facts == [{name: value for name, value in row.items() if value is not None} for row in written]
+    assert evaluation.facts == [{name: value for name, value in row.items() if value is not None} for row in written]
     done = CliRunner(env={"COLUMNS": "120"}).invoke(app, ["report", str(run)])
     assert done.exit_code == 0, done.output
     html = (run / "report.html").read_text()

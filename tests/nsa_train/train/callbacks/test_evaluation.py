@@ -94,15 +94,15 @@ def test_held_out_data_lost_during_a_run_does_not_end_it(runs):
 @pytest.mark.parametrize("name", ["allowed", "broke"])
 def test_status_names_it(runs, name):
     done = CliRunner().invoke(app, ["status", str(runs / name), "--json"])
-    found = json.loads(done.output)["findings"]
-    assert [finding["condition"] for finding in found] == ["evaluation_failed"]
+    findings = json.loads(done.output)["findings"]
+    assert [finding["condition"] for finding in findings] == ["evaluation_failed"]
 
 
 def verdict(tmp_path, *changes):
     config = load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
     facts = gather(config, hardware_here("cpu"), try_it=False)
     facts = replace(facts, held_out=try_held_out(config, 257, fetch_remote=False))
-    return next((found for found in judge(facts) if found.rule == RULE), None)
+    return next((rule_verdict for rule_verdict in judge(facts) if rule_verdict.rule == RULE), None)
 
 
 def test_preflight_judges_what_the_evaluation_would_read(tmp_path, sets):

@@ -49,8 +49,8 @@ def runs(tmp_path_factory):
 
 
 def test_the_run_folder_is_complete(runs):
-    found = {path.name for path in (runs / "plain").iterdir()}
-    assert found >= {names.ENV, names.EVENTS, names.heartbeat(0), names.TRAINING_CSV, names.VAL_CSV, names.METRICS,
+    file_names = {path.name for path in (runs / "plain").iterdir()}
+    assert file_names >= {names.ENV, names.EVENTS, names.heartbeat(0), names.TRAINING_CSV, names.VAL_CSV, names.METRICS,
                      names.TENSORBOARD, names.CHECKPOINTS, names.MODEL, names.MODEL_SAFETENSORS}  # fmt: skip
     assert not list((runs / "plain").glob(names.STACKDUMPS))
     assert (runs / "plain" / names.CHECKPOINTS / "latest").resolve().name == "step7"

@@ -26,10 +26,10 @@ def counted(**cases: list) -> dict[str, tuple[list[StepCounts], StepCounts]]:
         command, input=json.dumps(cases), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    counts = json.loads(done.stdout.splitlines()[-1])
     return {
         name: ([StepCounts.from_json(each) for each in real], StepCounts.from_json(fake))
-        for name, (real, fake) in found.items()
+        for name, (real, fake) in counts.items()
     }
 
 

@@ -180,9 +180,9 @@ def test_a_flipped_tensor_is_refused(folder):
     fresh = Module(seed=1)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp"):
         checkpointer(folder).load(folder / "step2", fresh)
-    found = checkpointer(folder).find_resumable(folder)
-    assert (found.step, found.passed_over[0].name) == (1, "step2")
-    checkpointer(folder).load(found.path, fresh)
+    resumable = checkpointer(folder).find_resumable(folder)
+    assert (resumable.step, resumable.passed_over[0].name) == (1, "step2")
+    checkpointer(folder).load(resumable.path, fresh)
 
 
 def test_a_foreign_folder_is_refused_unless_asked_for(folder):
@@ -507,12 +507,14 @@ def test_sigkill_around_an_asynchronous_save_leaves_one_that_loads(server, tmp_p
         assert server.wait() == [-signal.SIGKILL], (tmp_path / "errors").read_text()
         newest = int(told.read_text().split()[-1])
         folder = CheckpointFolder(tmp_path / "checkpoints")
-        found = folder.find_resumable()
-        assert not found.passed_over, found
-        assert found.step in (newest, newest + 1), "a save that was reported done is gone"
-        require_trustworthy(found.path)
-        assert RunRecord.read(found.path).step == found.step
-        assert all(bool((tensor == found.step).all()) for tensor in read_model(open_checkpoint(found.path)).values())
+        resumable = folder.find_resumable()
+        assert not resumable.passed_over, resumable
+        assert resumable.step in (newest, newest + 1), "a save that was reported done is gone"
+        require_trustworthy(resumable.path)
+        assert RunRecord.read(resumable.path).step == resumable.step
+        assert all(
+            bool((tensor == resumable.step).all()) for tensor in read_model(open_checkpoint(resumable.path)).values()
+        )
     assert newest >= 24
 
 
@@ -601,9 +603,9 @@ def _resume(folder: Path) -> None:
     module = Module(seed=1, shard=True)
     with pytest.raises(CheckpointError):
         maker.load(folder / "checkpoints/step2", module)
-    found = maker.find_resumable(folder / "checkpoints")
-    assert (found.step, found.passed_over[0].name) == (1, "step2")
-    assert maker.load(found.path, module) == {"global_step": 1}
+    resumable = maker.find_resumable(folder / "checkpoints")
+    assert (resumable.step, resumable.passed_over[0].name) == (1, "step2")
+    assert maker.load(resumable.path, module) == {"global_step": 1}
     module.step()
     assert_same(module.whole(), torch.load(folder / "whole.pt", weights_only=True))
 

@@ -45,8 +45,8 @@ def require_equal(folder, world, *changes):
         known = estimated[group].n_bytes if group in estimated else 0
         assert abs(known - total.n_bytes) <= _SMALL_CALLS * (group.kind == "all_reduce") + 8 * total.calls, group
     assert estimated.keys() <= counts.collectives.keys()
-    found = estimate(config, parse_target(f"h100-80gb:{world}"), 128, figures=model)
-    assert found.memory.weights + found.memory.optimizer == counts.held_bytes
+    run_estimate = estimate(config, parse_target(f"h100-80gb:{world}"), 128, figures=model)
+    assert run_estimate.memory.weights + run_estimate.memory.optimizer == counts.held_bytes
 
 
 @pytest.mark.parametrize("name", FAST)

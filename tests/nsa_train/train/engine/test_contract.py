@@ -124,8 +124,8 @@ def engine(tmp_path) -> Engine:
 
 def same_parameters(ours, theirs) -> None:
     """An override takes what the engine passes: the same names, kinds and defaults."""
-    found = [list(inspect.signature(function).parameters.values()) for function in (ours, theirs)]
-    ours_, theirs_ = ([(p.name, p.kind, p.default) for p in parameters] for parameters in found)
+    signatures = [list(inspect.signature(function).parameters.values()) for function in (ours, theirs)]
+    ours_, theirs_ = ([(p.name, p.kind, p.default) for p in parameters] for parameters in signatures)
     assert ours_ == theirs_
 
 

@@ -126,12 +126,12 @@ def read_share(rank, world, folder, source, steps):
     data = DirectData(source, "byte", 32, seed=1, checksum_path=f"{folder}/sums")
     ranks = RankInfo(rank=rank, world=world, distributed=True)
     for name, prefetch in (("in between", None), ("ahead", PrefetchSettings(queue_depth=2))):
-        made = RowLoader(data, global_rows=4, ranks=ranks, work_dir=Path(folder) / "run", prefetch=prefetch)
-        first = take(made, steps, dist.barrier)
-        made.load_state_dict(state := made.state_dict())  # as at a rollback
-        again = take(made, 2, dist.barrier)
-        made.load_state_dict(state)
-        assert all(torch.equal(a, b) for a, b in zip(again, take(made, 2, dist.barrier), strict=True))
+        row_loader = RowLoader(data, global_rows=4, ranks=ranks, work_dir=Path(folder) / "run", prefetch=prefetch)
+        first = take(row_loader, steps, dist.barrier)
+        row_loader.load_state_dict(state := row_loader.state_dict())  # as at a rollback
+        again = take(row_loader, 2, dist.barrier)
+        row_loader.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(again, take(row_loader, 2, dist.barrier), strict=True))
         torch.save(first + again, f"{folder}/{name}{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -19,10 +19,10 @@ def heads(bias=False) -> tuple[LMHead, LMHead]:
     """Ours and the engine's, with the same weights."""
     torch.manual_seed(0)
     norm = LayerNormConfig(name=LayerNormType.rms, bias=False)
-    made = [LMHeadConfig(layer_norm=norm, bias=bias).build(d_model=DIM, vocab_size=VOCAB) for _ in range(2)]
-    made[0].load_state_dict(made[1].state_dict())
-    made[0].__class__ = ChunkedHead
-    return made[0], made[1]
+    pair = [LMHeadConfig(layer_norm=norm, bias=bias).build(d_model=DIM, vocab_size=VOCAB) for _ in range(2)]
+    pair[0].load_state_dict(pair[1].state_dict())
+    pair[0].__class__ = ChunkedHead
+    return pair[0], pair[1]
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,18 +37,18 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def test_losses_and_gradients_are_those_of_the_engine(monkeypatch, options, autocast):
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 7 * VOCAB)
     x, labels = inputs()
-    found = []
+    results = []
     for head in heads():
         hidden = x.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            made = head(hidden, labels=labels, return_logits=False, **options)
-        made.loss.backward()
-        found.append([made.loss, made.ce_loss, hidden.grad, *(p.grad for p in head.parameters())])
-        assert made.logits is None
-        assert made.loss.requires_grad
-        assert not made.ce_loss.requires_grad
+            output = head(hidden, labels=labels, return_logits=False, **options)
+        output.loss.backward()
+        results.append([output.loss, output.ce_loss, hidden.grad, *(p.grad for p in head.parameters())])
+        assert output.logits is None
+        assert output.loss.requires_grad
+        assert not output.ce_loss.requires_grad
     tolerance = dict(rtol=2e-2, atol=1e-3) if autocast else dict(rtol=1e-5, atol=1e-6)
-    for ours, engines in zip(*found, strict=True):
+    for ours, engines in zip(*results, strict=True):
         assert ours.dtype == engines.dtype
         torch.testing.assert_close(ours, engines, **tolerance)
 

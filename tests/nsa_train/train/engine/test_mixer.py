@@ -210,8 +210,8 @@ def test_the_initial_standard_deviation_reaches_every_weight_as_in_the_plain_mod
     for name, weight in raised_plain.named_parameters():
         want = 0.0 if weight.numel() < 2 else weight.std().item()
         # The engine cuts its normal distribution at three standard deviations.
-        found, drawn_apart = raised.get_parameter(name).std().item(), 5 / weight.numel() ** 0.5
-        assert found == pytest.approx(want, rel=0.02 + drawn_apart), name
+        measured, drawn_apart = raised.get_parameter(name).std().item(), 5 / weight.numel() ** 0.5
+        assert measured == pytest.approx(want, rel=0.02 + drawn_apart), name
 
 
 def test_the_sliding_gate_starts_where_the_settings_say():

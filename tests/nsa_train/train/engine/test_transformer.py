@@ -104,14 +104,14 @@ def compare_with_the_engines_class(config: RunConfig, batch: dict) -> None:
 
 @pytest.mark.parametrize("batch", [plain_batch(0), packed_batch(0)], ids=["plain", "packed"])
 def test_rope_tables_are_made_once_per_forward_pass(batch, monkeypatch):
-    made, module = [], module_of(config_of())
+    computed, module = [], module_of(config_of())
     compute = RotaryEmbedding._computed
-    monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: made.append(a) or compute(self, *a))
+    monkeypatch.setattr(RotaryEmbedding, "_computed", lambda self, *a: computed.append(a) or compute(self, *a))
     loss_of(module, batch)
-    assert len(made) == 1
-    made.clear()
+    assert len(computed) == 1
+    computed.clear()
     loss_of(module_of(config_of(model=dict(rope_layers=["none", "scaled"]))), batch)
-    assert len(made) == 1
+    assert len(computed) == 1
 
 
 def test_fsdp_does_not_cast_shared_tables():
@@ -135,9 +135,9 @@ def test_how_often_operators_run(checkpointing, times):
 def test_checkpointing_leaves_gradients_and_names_as_they_are(checkpointing):
     wanted = gradients(module_of(config_of()), packed_batch(2))
     module = module_of(config_of(checkpointing))
-    found = gradients(module, packed_batch(2))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], grad) for name, grad in wanted.items())
+    grads = gradients(module, packed_batch(2))
+    assert grads.keys() == wanted.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in wanted.items())
     saved = module.state_dict()["model"]
     assert saved.keys() == module_of(config_of()).state_dict()["model"].keys()
 
@@ -183,14 +183,14 @@ def compiler(request, monkeypatch):
 def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing, compiler):
     """No break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
     module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))
-    found = [step(module, packed_batch(0), probed=True)]
+    losses = [step(module, packed_batch(0), probed=True)]
     assert graphs() == 2  # the block, for all layers; and the head
-    found.append(step(module, packed_batch(1)))
+    losses.append(step(module, packed_batch(1)))
     assert graphs() == 3
-    found += [step(module, packed_batch(n), probed=n % 10 == 0) for n in range(2, 50)]
+    losses += [step(module, packed_batch(n), probed=n % 10 == 0) for n in range(2, 50)]
     assert graphs() == 3
     expected = [step(eager, packed_batch(n), probed=n % 10 == 0) for n in range(50)]
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert losses == pytest.approx(expected, rel=1e-5)
     assert not [name for name in module.state_dict()["model"] if "_orig_mod" in name or "_checkpoint" in name]
 
 

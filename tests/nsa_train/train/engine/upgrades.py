@@ -48,11 +48,11 @@ def _source(value: object) -> str | None:
 
 
 def _compile(cls: type, name: str, source: str, compiled_name: str) -> object:
-    made: dict[str, object] = {}
+    namespace: dict[str, object] = {}
     module = sys.modules[cls.__module__]
     exec(
         compile("from __future__ import annotations\n" + source, f"<{name} after an upgrade>", "exec"),
         vars(module),
-        made,
+        namespace,
     )
-    return made[compiled_name]
+    return namespace[compiled_name]

@@ -423,5 +423,7 @@ if __name__ == "__main__":
     else:
         folder, mode = Path(sys.argv[2]), sys.argv[3]
         command = [sys.executable, __file__, "rank", str(folder), mode]
-        made = LaunchSettings(command=command, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
-        sys.exit(launch(made, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end="")))
+        launch_settings = LaunchSettings(command=command, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
+        sys.exit(
+            launch(launch_settings, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end=""))
+        )

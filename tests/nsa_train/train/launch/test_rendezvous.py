@@ -94,10 +94,10 @@ def tree(pid: int) -> list[int]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-    found = [pid]
-    for known in found:
-        found += [child for child, parent in parents.items() if parent == known]
-    return found
+    pids = [pid]
+    for known in pids:
+        pids += [child for child, parent in parents.items() if parent == known]
+    return pids
 
 
 def listeners(pid: int) -> set[tuple[str, int]]:
@@ -110,15 +110,15 @@ def listeners(pid: int) -> set[tuple[str, int]]:
             if fields[3] == "0A":  # LISTEN
                 words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
                 sockets[fields[9]] = (socket.inet_ntop(family, b"".join(words)), int(port, 16))
-    found = set()
+    addresses = set()
     for process in tree(pid):
         with suppress(OSError):
             for descriptor in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):
                     inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
                     if inode in sockets:
-                        found.add(sockets[inode])
-    return found
+                        addresses.add(sockets[inode])
+    return addresses
 
 
 class Bomb:
@@ -169,9 +169,9 @@ def one_node(tmp_path_factory):
 
 
 def test_one_node_listens_on_loopback_only(one_node):
-    found = listeners(one_node.process.pid)
-    assert found, "the ranks meet in a store, which listens"
-    assert {address for address, _ in found if not ip_address(address).is_loopback} == set(), found
+    addresses = listeners(one_node.process.pid)
+    assert addresses, "the ranks meet in a store, which listens"
+    assert {address for address, _ in addresses if not ip_address(address).is_loopback} == set(), addresses
 
 
 def test_one_node_unpickles_nothing_that_is_put_into_its_store(one_node, tmp_path):
@@ -194,13 +194,13 @@ def test_several_nodes_listen_at_their_address_and_unpickle_only_what_is_signed(
     words = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "known")
     with Launched(tmp_path, *words) as first, Launched(tmp_path, *words) as second:
         first.wait_for_step(2)
-        found = listeners(first.process.pid) | listeners(second.process.pid)
-        assert ("127.0.0.1", port) in found or ("::", port) in found
-        assert attack({port for _, port in found}, marker, "torch.rendezvous.known"), "no store could be reached"
+        addresses = listeners(first.process.pid) | listeners(second.process.pid)
+        assert ("127.0.0.1", port) in addresses or ("::", port) in addresses
+        assert attack({port for _, port in addresses}, marker, "torch.rendezvous.known"), "no store could be reached"
         time.sleep(READ_S)
         assert not marker.exists(), "code from the network was executed"
         first.wait_for_step(first.step(0) + 2)
-        assert {address for address, _ in found} == {"127.0.0.1"}, "the address of the endpoint, and no other"
+        assert {address for address, _ in addresses} == {"127.0.0.1"}, "the address of the endpoint, and no other"
         secret = first.folder / SECRET
         assert secret.stat().st_mode & 0o077 == 0
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in tree(first.process.pid)]

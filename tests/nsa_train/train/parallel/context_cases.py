@@ -31,8 +31,8 @@ Found = dict[str, float]
 def run_cases(folder: Path, cases: dict[int, dict[str, ContextCase]], timeout_s: float = 200) -> dict[str, Found]:
     """What `context_ranks.compare` found of each case; the cases by number of ranks."""
     command = ["-m", "tests.nsa_train.train.parallel.context_ranks", str(folder / "rendezvous")]
-    given = {ranks: {name: asdict(case) for name, case in some.items()} for ranks, some in cases.items()}
-    done = fork_server.run(command, cwd=ROOT, env=environment(), input=json.dumps(given), timeout=timeout_s)
+    fields_by_ranks = {ranks: {name: asdict(case) for name, case in some.items()} for ranks, some in cases.items()}
+    done = fork_server.run(command, cwd=ROOT, env=environment(), input=json.dumps(fields_by_ranks), timeout=timeout_s)
     assert done.returncode == 0, done.stderr[-4000:]
     results: dict[str, dict[str, Found]] = json.loads(done.stdout.splitlines()[-1])
-    return {name: found for some in results.values() for name, found in some.items()}
+    return {name: errors for some in results.values() for name, errors in some.items()}

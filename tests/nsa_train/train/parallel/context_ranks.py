@@ -100,23 +100,23 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
 
     # As the engine does: every rank's loss is multiplied by their number, and gradients of weights are averaged.
     ours = _run(case, divided, mine(x), mine(weight) * ranks, SharedPositions(where))
-    found = {
+    errors = {
         "out": _error(ours.out, mine(alone.out), alone.out),
         "dx": _error(ours.dx / ranks, mine(alone.dx), alone.dx),
     }
-    found["flips"] = 0.0
+    errors["flips"] = 0.0
     if alone.blocks is not None and ours.blocks is not None:
-        found["flips"] = (ours.blocks != mine(alone.blocks)).any(-1).double().mean().item()
-    found["missing"] = float(alone.gradients.keys() != ours.gradients.keys())
+        errors["flips"] = (ours.blocks != mine(alone.blocks)).any(-1).double().mean().item()
+    errors["missing"] = float(alone.gradients.keys() != ours.gradients.keys())
     for name, gradient in alone.gradients.items():
         mean = ours.gradients[name].clone()
         dist.all_reduce(mean)
-        found["weights"] = max(found.get("weights", 0.0), _error(mean / ranks, gradient, gradient))
+        errors["weights"] = max(errors.get("weights", 0.0), _error(mean / ranks, gradient, gradient))
     for name in ("reads_pred", "reads_act_total"):
         total = ours.figures[name].double().clone()
         dist.all_reduce(total)
-        found[name] = abs(total.item() - alone.figures[name].item())
-    return found
+        errors[name] = abs(total.item() - alone.figures[name].item())
+    return errors
 
 
 def _error(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
@@ -128,10 +128,10 @@ def _serve(rendezvous: str, ranks: int, rank: int, cases: dict[str, ContextCase]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     results = {}
     for name, case in cases.items():
-        found = compare(case, ranks, rank)
-        worst = torch.tensor([found[key] for key in sorted(found)], dtype=torch.float64)
+        errors = compare(case, ranks, rank)
+        worst = torch.tensor([errors[key] for key in sorted(errors)], dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-        results[name] = dict(zip(sorted(found), worst.tolist(), strict=True))
+        results[name] = dict(zip(sorted(errors), worst.tolist(), strict=True))
     if rank == 0:
         os.write(writing, json.dumps(results).encode())
     dist.destroy_process_group()
@@ -156,16 +156,16 @@ def _fork(rendezvous: str, ranks: int, cases: dict[str, ContextCase]) -> dict[st
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(codes):
         sys.exit(f"{ranks} ranks ended with {codes}")
-    found: dict[str, dict[str, float]] = json.loads(text)
-    return found
+    errors: dict[str, dict[str, float]] = json.loads(text)
+    return errors
 
 
 def main(rendezvous: str) -> None:
-    given = json.load(sys.stdin)
+    fields_by_ranks = json.load(sys.stdin)
     results = {}
-    for ranks, cases in given.items():
-        made = {name: ContextCase(**case) for name, case in cases.items()}
-        results[ranks] = _fork(f"{rendezvous}_{ranks}", int(ranks), made)
+    for ranks, cases in fields_by_ranks.items():
+        own_cases = {name: ContextCase(**case) for name, case in cases.items()}
+        results[ranks] = _fork(f"{rendezvous}_{ranks}", int(ranks), own_cases)
     print(json.dumps(results))
 
 

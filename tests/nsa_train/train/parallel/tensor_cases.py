@@ -115,30 +115,30 @@ def run_case(case: TensorCase, ranks: RankInfo) -> dict[str, Any]:
     config = case.config(tp=2 if ranks.distributed else 1)
     ranks = ranks.divided(config.parallel)
     module = build_train_module(config, VOCAB, ranks, CPU)
-    found: dict[str, Any] = {"initial": whole(dict(module.model.named_parameters())), "steps": []}
-    found["flops"] = module.model.num_flops_per_token(SEQ_LEN)
+    record: dict[str, Any] = {"initial": whole(dict(module.model.named_parameters())), "steps": []}
+    record["flops"] = module.model.num_flops_per_token(SEQ_LEN)
     for step in range(case.steps):
         batch = own_rows(batch_of(case, step), ranks)
-        found["steps"].append(train_step(module, batch, found))
-    found["weights"] = whole(dict(module.model.named_parameters()))
+        record["steps"].append(train_step(module, batch, record))
+    record["weights"] = whole(dict(module.model.named_parameters()))
     sums = module.score_batch(own_rows(batch_of(case, case.steps), ranks))
-    found["scores"] = torch.stack([value.double() for value in sums])
+    record["scores"] = torch.stack([value.double() for value in sums])
     if ranks.distributed:
-        dist.all_reduce(found["scores"])
-    return found
+        dist.all_reduce(record["scores"])
+    return record
 
 
-def train_step(module: StepSkippingTrainModule, batch: dict[str, Any], found: dict[str, Any]) -> tuple[float, float]:
+def train_step(module: StepSkippingTrainModule, batch: dict[str, Any], record: dict[str, Any]) -> tuple[float, float]:
     """As `train_batch` and `optim_step`; returns the loss averaged over ranks and the gradient norm."""
     counted = (batch["labels"] != -100).sum()
-    made = module.model_forward(**batch, loss_reduction="sum", loss_div_factor=counted, return_logits=False)
-    made.loss.backward()
-    if "gradients" not in found:
-        found["gradients"] = whole({name: p.grad for name, p in module.model.named_parameters()})
+    output = module.model_forward(**batch, loss_reduction="sum", loss_div_factor=counted, return_logits=False)
+    output.loss.backward()
+    if "gradients" not in record:
+        record["gradients"] = whole({name: p.grad for name, p in module.model.named_parameters()})
     norm = float(module.clip_gradients(1.0))
     module.optim.step()
     module.zero_grads()
-    loss = made.ce_loss.detach().clone()
+    loss = output.ce_loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
@@ -165,9 +165,9 @@ def _rank(rank: int, world: int, folder: Path, names: list[str]) -> None:
     )
     ranks = RankInfo(rank=rank, world=world, local_rank=rank, local_world=world, distributed=True)
     for name in names:
-        found = run_case(CASES[name], ranks)
+        record = run_case(CASES[name], ranks)
         if rank == 0:
-            torch.save(found, folder / f"{name}.divided")
+            torch.save(record, folder / f"{name}.divided")
     dist.destroy_process_group()
 
 

@@ -66,13 +66,13 @@ def every_combination() -> dict[int, dict[str, ContextCase]]:
     return {2: cases, 4: {f"four, {name}": case for name, case in cases.items()}}
 
 
-def require_equal(found, *, exact: bool) -> None:
+def require_equal(errors, *, exact: bool) -> None:
     limit = 1e-11 if exact else 1e-5
-    assert found["missing"] == 0
-    assert found["flips"] == 0 if exact else found["flips"] < 0.01  # near-ties: rounding depends on shapes
-    if found["flips"] == 0:
-        assert max(found["out"], found["dx"], found["weights"]) < limit, found
-    assert found["reads_pred"] == found["reads_act_total"] == 0
+    assert errors["missing"] == 0
+    assert errors["flips"] == 0 if exact else errors["flips"] < 0.01  # near-ties: rounding depends on shapes
+    if errors["flips"] == 0:
+        assert max(errors["out"], errors["dx"], errors["weights"]) < limit, errors
+    assert errors["reads_pred"] == errors["reads_act_total"] == 0
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_a_divided_layer_computes_what_one_rank_does(results, name):
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_every_combination_of_options(tmp_path):
-    for name, found in run_cases(tmp_path, every_combination(), timeout_s=1100).items():
-        assert found["flips"] == 0, name
-        require_equal(found, exact=True)
+    for name, errors in run_cases(tmp_path, every_combination(), timeout_s=1100).items():
+        assert errors["flips"] == 0, name
+        require_equal(errors, exact=True)
 
 
 @pytest.mark.nightly

@@ -27,12 +27,12 @@ def slow(tmp_path_factory):
     return run_cases(tmp_path_factory.mktemp("tensor_slow"), SLOW, 1500)
 
 
-def require_equal(found, alone, tolerance):
+def require_equal(divided, alone, tolerance):
     """`tolerance` is relative to the largest value of the tensor."""
-    assert found.keys() == alone.keys()
+    assert divided.keys() == alone.keys()
     for name, tensor in alone.items():
         limit = tolerance * max(tensor.abs().max().item(), 1e-6)
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=limit, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(divided[name], tensor, rtol=0, atol=limit, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def check(folder, name):

@@ -11,25 +11,25 @@ from nsa_train.watch.view.formatting import count, number, plain, share, tick
 def test_a_spike_of_one_record_survives():
     y = [1.0] * 500_000
     y[123_456] = 99.0
-    found = buckets(range(500_000), y, 400)
-    assert len(found) <= 400
-    assert max(bucket.high for bucket in found) == 99.0
-    assert min(bucket.low for bucket in found) == 1.0
-    assert sum(bucket.records for bucket in found) == 500_000
+    drawn = buckets(range(500_000), y, 400)
+    assert len(drawn) <= 400
+    assert max(bucket.high for bucket in drawn) == 99.0
+    assert min(bucket.low for bucket in drawn) == 1.0
+    assert sum(bucket.records for bucket in drawn) == 500_000
 
 
 def test_few_points_stay_where_they_are():
-    found = buckets([1, 5, 7], [2.0, 4.0, 3.0], 100)
-    assert [(bucket.x, bucket.mean) for bucket in found] == [(1, 2.0), (5, 4.0), (7, 3.0)]
+    drawn = buckets([1, 5, 7], [2.0, 4.0, 3.0], 100)
+    assert [(bucket.x, bucket.mean) for bucket in drawn] == [(1, 2.0), (5, 4.0), (7, 3.0)]
 
 
 @pytest.mark.parametrize("n", [3, 4, 1000])
 def test_what_is_not_finite_is_counted_and_what_is_absent_is_not(n):
     y = [1.0, math.inf, math.nan, 3.0, math.inf, math.nan, 2.0, 2.0]
-    found = buckets(range(8), y, n)
-    assert sum(bucket.not_finite for bucket in found) == 2
-    assert sum(bucket.records for bucket in found) == 6
-    assert all(math.isfinite(bucket.mean) or bucket.not_finite == bucket.records for bucket in found)
+    drawn = buckets(range(8), y, n)
+    assert sum(bucket.not_finite for bucket in drawn) == 2
+    assert sum(bucket.records for bucket in drawn) == 6
+    assert all(math.isfinite(bucket.mean) or bucket.not_finite == bucket.records for bucket in drawn)
 
 
 def test_only_absent_values_are_no_bucket():
@@ -51,10 +51,10 @@ def test_all_at_one_place_is_drawn():
 @pytest.mark.parametrize("span", [1e-6, 0.03, 1.0, 7.0, 7700.0, 8.19e5, 4e9])
 def test_a_label_says_the_number_it_stands_at(low, span):
     low = low * span
-    found = ticks(low, low + span, 5)
+    marks = ticks(low, low + span, 5)
     step = nice_step(span, 5)
-    assert 2 <= len(found) <= 6
-    for value in found:
+    assert 2 <= len(marks) <= 6
+    for value in marks:
         assert low - 1e-9 * span <= value <= low + span * (1 + 1e-9)
         label = tick(value, step)
         size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(label[-1], 1.0)

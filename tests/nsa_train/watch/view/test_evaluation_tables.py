@@ -41,25 +41,25 @@ def test_figures_of_a_reference_model_are_kept_beside_the_models_own(tmp_path):
         layers=LAYERS,
         needle=far({**cell(1024, 0.5), **others}),
     )
-    (found,) = read_evaluations(tmp_path)
-    assert found.unreadable == 0
-    assert (found.held_out["loss"], found.held_out_against["loss"]) == (2.78, 2.61)
-    assert (found.agreement["divergence"], found.agreement["by_position"][0]["same_top"]) == (0.0417, 0.93)
-    tables = {title: (heads, rows) for title, heads, _, rows in result_tables([found])}
+    (evaluation,) = read_evaluations(tmp_path)
+    assert evaluation.unreadable == 0
+    assert (evaluation.held_out["loss"], evaluation.held_out_against["loss"]) == (2.78, 2.61)
+    assert (evaluation.agreement["divergence"], evaluation.agreement["by_position"][0]["same_top"]) == (0.0417, 0.93)
+    tables = {title: (heads, rows) for title, heads, _, rows in result_tables([evaluation])}
     heads, rows = tables["layers by harm"]
     assert [row[1] for row in rows] == ["3", "0"]  # the most harmful first
     assert (rows[0][-4:], rows[1][-4:]) == (("–",) * 4, ("20 %", "20 %", "20 %", "40 %"))
     heads, rows = tables["far tasks"]
     assert rows[0][1 + heads.index("against: accuracy")] == "88 %"
-    html = evaluation_section([found])
+    html = evaluation_section([evaluation])
     for text in ("--keep-dense 3", "71 %", "0.0417", "93 %", "2.61", "data:image/svg+xml;base64,"):
         assert text in html
 
 
 def test_without_a_reference_no_column_is_about_one(tmp_path):
     add(tmp_path, held_out_loss=HELD_OUT, needle=far(cell(1024, 0.5)))
-    (found,) = read_evaluations(tmp_path)
-    for _, heads, numbers, rows in result_tables([found]):
+    (evaluation,) = read_evaluations(tmp_path)
+    for _, heads, numbers, rows in result_tables([evaluation]):
         assert not [head for head in heads if "against" in head]
         assert {len(row) for row in rows} == {len(heads) + 1}
         assert numbers.stop == len(heads)
@@ -67,7 +67,7 @@ def test_without_a_reference_no_column_is_about_one(tmp_path):
 
 def test_damaged_figures_of_a_comparison_are_left_out():
     hostile = [{**LAYER_ROWS[0], "harm": -1.0}, {**LAYER_ROWS[0], "window_mass": 7.0, "kind": "<script>"}, 4]
-    found = checked_results(
+    evaluation = checked_results(
         None,
         {
             "held_out_loss": {**HELD_OUT, "against": {"loss": "<script>"}},
@@ -76,12 +76,12 @@ def test_damaged_figures_of_a_comparison_are_left_out():
             "selection": {"layers": [], "against": 3},
         },
     )
-    assert found.unreadable == 3
-    assert (found.held_out_against, found.agreement) == (None, None)
-    assert found.held_out is not None
-    (row,) = found.layers["layers"]
+    assert evaluation.unreadable == 3
+    assert (evaluation.held_out_against, evaluation.agreement) == (None, None)
+    assert evaluation.held_out is not None
+    (row,) = evaluation.layers["layers"]
     assert row["window_mass"] == 7.0
-    assert "keep_dense" not in found.layers
-    assert "<script>" not in evaluation_section([found])
-    assert layer_svg(found.layers).count("<rect") > 4
-    assert "keep-dense" not in layer_advice(found.layers)
+    assert "keep_dense" not in evaluation.layers
+    assert "<script>" not in evaluation_section([evaluation])
+    assert layer_svg(evaluation.layers).count("<rect") > 4
+    assert "keep-dense" not in layer_advice(evaluation.layers)

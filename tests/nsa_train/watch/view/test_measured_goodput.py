@@ -16,10 +16,10 @@ from tests.nsa_train.record.beats import a_beat, progress
 
 
 def series(beats: Iterable[HeartbeatRecord]) -> RankSeries:
-    made = RankSeries(0, LEAD_COLUMNS)
+    rank_series = RankSeries(0, LEAD_COLUMNS)
     for beat in beats:
-        made.add(beat.as_dict())
-    return made
+        rank_series.add(beat.as_dict())
+    return rank_series
 
 
 def steps(
@@ -35,19 +35,19 @@ def started(step: int, ts: float, pid: int = 1000) -> HeartbeatRecord:
     return a_beat(names.START, step, ts, pid=pid)
 
 
-def spent(found: Goodput | None) -> dict[TimeCause, float]:
-    assert found is not None
-    assert sum(found.seconds.values()) == pytest.approx(found.total)
-    assert all(seconds >= -1e-9 for seconds in found.seconds.values())
-    return {cause: seconds for cause, seconds in found.seconds.items() if seconds > 1e-9}
+def spent(measured: Goodput | None) -> dict[TimeCause, float]:
+    assert measured is not None
+    assert sum(measured.seconds.values()) == pytest.approx(measured.total)
+    assert all(seconds >= -1e-9 for seconds in measured.seconds.values())
+    return {cause: seconds for cause, seconds in measured.seconds.items() if seconds > 1e-9}
 
 
 def test_a_plain_run_is_start_up_and_steps():
     beats = [started(0, 5.0), *steps(1, 101, 10.0)]
-    found = goodput(series(beats), [RunEvent(0.0, EventKind.START, 0, {})])
-    assert spent(found) == {TimeCause.START_UP: 10.0, TimeCause.PRODUCTIVE: 100.0}
-    assert found is not None
-    assert found.share(TimeCause.PRODUCTIVE) == pytest.approx(100 / 110)
+    measured = goodput(series(beats), [RunEvent(0.0, EventKind.START, 0, {})])
+    assert spent(measured) == {TimeCause.START_UP: 10.0, TimeCause.PRODUCTIVE: 100.0}
+    assert measured is not None
+    assert measured.share(TimeCause.PRODUCTIVE) == pytest.approx(100 / 110)
 
 
 def test_a_killed_run_pays_for_the_way_back_and_the_time_between():
@@ -60,21 +60,21 @@ def test_a_killed_run_pays_for_the_way_back_and_the_time_between():
 
 def test_evaluations_are_taken_off_the_steps():
     beats = [*steps(1, 10, 0.0), *steps(11, 20, 17.0)]
-    found = goodput(series([started(0, 0.0), *beats]), [], [EvaluationRecord(10, 2.0, 7.0, 16.5)])
-    assert spent(found) == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.EVALUATION: 7.0}
+    measured = goodput(series([started(0, 0.0), *beats]), [], [EvaluationRecord(10, 2.0, 7.0, 16.5)])
+    assert spent(measured) == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.EVALUATION: 7.0}
 
 
 def test_a_save_costs_what_it_adds_to_its_interval():
     beats = [*steps(1, 10, 0.0), *steps(11, 20, 14.0)]
     events = [RunEvent(18.5, EventKind.SAVE, 10, {})]  # written three steps later
-    found = spent(goodput(series([started(0, 0.0), *beats]), events))
-    assert found == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.CHECKPOINT: pytest.approx(4.0)}
+    seconds = spent(goodput(series([started(0, 0.0), *beats]), events))
+    assert seconds == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.CHECKPOINT: pytest.approx(4.0)}
 
 
 def test_leaving_is_saving():
     beats = [started(0, 0.0), *steps(1, 10, 0.0), a_beat(names.STOPPED, 10, 9.5)]
-    found = spent(goodput(series(beats), [RunEvent(14.0, EventKind.SAVE, 10, {})]))
-    assert found == {TimeCause.PRODUCTIVE: 9.0, TimeCause.CHECKPOINT: 5.0}
+    seconds = spent(goodput(series(beats), [RunEvent(14.0, EventKind.SAVE, 10, {})]))
+    assert seconds == {TimeCause.PRODUCTIVE: 9.0, TimeCause.CHECKPOINT: 5.0}
 
 
 def test_a_long_silence_within_a_process_is_a_stall():
@@ -96,9 +96,9 @@ def test_what_the_watchdog_saw_before_the_end_tells_hanging_from_down(condition,
         RunEvent(310.0, EventKind.ERROR, 11, {"launcher": "restart"}),
         RunEvent(330.0, EventKind.RESTART, 11, {}),
     ]
-    found = spent(goodput(series(beats), events))
-    assert {cause: found[cause] for cause in expected} == expected
-    assert found[TimeCause.PRODUCTIVE] == 10.0
+    seconds = spent(goodput(series(beats), events))
+    assert {cause: seconds[cause] for cause in expected} == expected
+    assert seconds[TimeCause.PRODUCTIVE] == 10.0
 
 
 def test_waiting_for_data_is_the_sample_times_the_steps():
@@ -113,8 +113,8 @@ def test_more_waiting_than_there_is_time_is_all_of_the_time():
 
 def test_skipped_steps_are_not_productive():
     events = [RunEvent(4.5, EventKind.SKIPPED_STEP, 5, {})]
-    found = spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0)]), events))
-    assert found == {TimeCause.PRODUCTIVE: 9.0, TimeCause.SKIPPED: 1.0}
+    seconds = spent(goodput(series([started(0, 0.0), *steps(1, 11, 0.0)]), events))
+    assert seconds == {TimeCause.PRODUCTIVE: 9.0, TimeCause.SKIPPED: 1.0}
 
 
 def test_a_process_that_died_before_its_first_beat_counts():
@@ -123,10 +123,10 @@ def test_a_process_that_died_before_its_first_beat_counts():
         RunEvent(30.0, EventKind.ERROR, 0, {}),
         RunEvent(40.0, EventKind.START, 0, {}),
     ]
-    found = goodput(series([started(0, 45.0), *steps(1, 6, 50.0)]), events)
-    assert spent(found) == {TimeCause.START_UP: 40.0, TimeCause.DOWN: 10.0, TimeCause.PRODUCTIVE: 5.0}
-    assert found is not None
-    assert len(found.lives) == 2
+    measured = goodput(series([started(0, 45.0), *steps(1, 6, 50.0)]), events)
+    assert spent(measured) == {TimeCause.START_UP: 40.0, TimeCause.DOWN: 10.0, TimeCause.PRODUCTIVE: 5.0}
+    assert measured is not None
+    assert len(measured.lives) == 2
 
 
 def test_nothing_told_is_nothing_spent():
@@ -134,10 +134,10 @@ def test_nothing_told_is_nothing_spent():
 
 
 def test_a_start_alone_has_no_share_of_anything():
-    found = goodput(series([started(0, 5.0)]), [RunEvent(5.0, EventKind.START, 0, {})])
-    assert found is not None
-    assert found.total == 0
-    assert found.share(TimeCause.PRODUCTIVE) == 0
+    measured = goodput(series([started(0, 5.0)]), [RunEvent(5.0, EventKind.START, 0, {})])
+    assert measured is not None
+    assert measured.total == 0
+    assert measured.share(TimeCause.PRODUCTIVE) == 0
 
 
 def test_every_cause_says_how_it_is_known():
@@ -173,10 +173,10 @@ def test_the_causes_share_out_the_whole_time_whatever_happened(seed):
                 beats.append(a_beat(names.ROLLED_BACK, at, now, pid=life))
         if rng.random() < 0.5:
             beats.append(a_beat(rng.choice(names.ENDINGS), at, now, pid=life))
-    found = goodput(series(beats), sorted(events, key=lambda event: event.ts), evaluations)
-    assert found is not None
-    assert sum(found.seconds.values()) == pytest.approx(found.total, abs=1e-3)
-    assert min(found.seconds.values()) > -1.0
+    measured = goodput(series(beats), sorted(events, key=lambda event: event.ts), evaluations)
+    assert measured is not None
+    assert sum(measured.seconds.values()) == pytest.approx(measured.total, abs=1e-3)
+    assert min(measured.seconds.values()) > -1.0
 
 
 HOUR_S = 3600.0

@@ -41,10 +41,10 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        found = dict(attrs)
-        self.ids.add(found.get("id", ""))
-        self.references += [found[name] for name in ("src", "href", "action", "data") if found.get(name)]
-        assert not [name for name in found if name.startswith("on")], attrs
+        attributes = dict(attrs)
+        self.ids.add(attributes.get("id", ""))
+        self.references += [attributes[name] for name in ("src", "href", "action", "data") if attributes.get(name)]
+        assert not [name for name in attributes if name.startswith("on")], attrs
         if tag not in _VOID:
             self.open.append(tag)
 

@@ -33,16 +33,16 @@ def falling(steps: int):
 @pytest.mark.parametrize("steps", [5, 9, 17, 40, 400])
 def test_a_run_that_ended_at_1_97_is_not_said_to_be_at_its_mean(tmp_path, steps):
     folder = write_run(tmp_path / "run", a_run(steps, falling(steps)))
-    found = summarize(load(folder))
-    assert found.loss == pytest.approx(1.97, abs=0.03)
-    shown = f"{found.loss:.3f}"
+    run_summary = summarize(load(folder))
+    assert run_summary.loss == pytest.approx(1.97, abs=0.03)
+    shown = f"{run_summary.loss:.3f}"
     assert re.search(rf"loss, nats per token</span><b>{shown}</b>", render(take_snapshot(folder)))
     compared = nsa("compare", folder, write_run(tmp_path / "b", a_run(3)))
-    assert re.search(rf"loss, mean of the last records +{shown} \({found.loss_records} up to {steps}\)", compared)
+    assert re.search(rf"loss, mean of the last records +{shown} \({run_summary.loss_records} up to {steps}\)", compared)
     assert f"loss {shown}" in nsa("monitor", folder, "--once")
     status = json.loads(nsa("status", folder, "--json"))
-    assert status["loss"] == pytest.approx(found.loss)
-    assert status["loss_records"] == found.loss_records
+    assert status["loss"] == pytest.approx(run_summary.loss)
+    assert status["loss_records"] == run_summary.loss_records
 
 
 def test_accuracy_is_shown_wherever_the_held_out_loss_is_if_it_was_recorded(tmp_path):

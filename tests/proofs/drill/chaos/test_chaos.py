@@ -36,10 +36,10 @@ def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, 
     return drill.returncode, json.loads(printed), said
 
 
-def require_as_planned(found: dict, seconds: float, seed: int) -> None:
+def require_as_planned(verdict: dict, seconds: float, seed: int) -> None:
     """The same faults in the same order as the seed plans: class, step, victim, variant."""
     plan = make_plan(seed, seconds, unplayable())
-    played = [(each["fault"], each["step"], each["victim"], each["variant"]) for each in found["faults"]]
+    played = [(each["fault"], each["step"], each["victim"], each["variant"]) for each in verdict["faults"]]
     assert played == [(each.fault, each.step, each.victim, each.variant) for each in plan.faults]
 
 
@@ -48,15 +48,15 @@ def require_as_planned(found: dict, seconds: float, seed: int) -> None:
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(("minutes", "seed"), [(2, 7), (5, 47), (5, 1), (5, 2)])
 def test_chaos(tmp_path, minutes, seed):
-    code, found, said = chaos(f"{minutes}m", seed, tmp_path / "kept", timeout_s=2300)
-    assert found["unmet"] == [], said
+    code, verdict, said = chaos(f"{minutes}m", seed, tmp_path / "kept", timeout_s=2300)
+    assert verdict["unmet"] == [], said
     assert code == 0
-    assert found["holds"]
-    assert found["same_weights"]
-    assert found["differing_steps"] == []
-    assert 0 < found["goodput"] < 1
-    require_as_planned(found, minutes * 60, seed)
-    assert json.loads((tmp_path / "kept" / "verdict.json").read_text()) == found
+    assert verdict["holds"]
+    assert verdict["same_weights"]
+    assert verdict["differing_steps"] == []
+    assert 0 < verdict["goodput"] < 1
+    require_as_planned(verdict, minutes * 60, seed)
+    assert json.loads((tmp_path / "kept" / "verdict.json").read_text()) == verdict
     assert (tmp_path / "kept" / "chaos" / "run" / "events.jsonl").exists(), "the run folder was on a disk of its own"
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(tmp_path) in line]
     assert "faults of" in said

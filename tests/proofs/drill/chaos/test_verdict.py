@@ -194,8 +194,8 @@ def test_a_fault_that_was_not_played(runs):
 
 def test_a_lost_step(runs):
     path = runs.run / names.heartbeat(1)
-    kept = [line for line in path.read_text().splitlines(keepends=True) if '"step":20,' not in line]
-    path.write_text("".join(kept), encoding="utf-8")
+    lines = [line for line in path.read_text().splitlines(keepends=True) if '"step":20,' not in line]
+    path.write_text("".join(lines), encoding="utf-8")
     assert "1 steps of rank 1 have no record, the first is 20" in only_unmet(runs.judge())
 
 

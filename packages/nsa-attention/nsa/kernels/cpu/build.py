@@ -84,17 +84,17 @@ def library() -> Path:
     return path
 
 
-def _require_trusted(path: Path, found: os.stat_result) -> None:
+def _require_trusted(path: Path, status: os.stat_result) -> None:
     """Refuse a folder or a library that anyone but this user and root can change."""
-    shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
         shared = 0  # as in /tmp: others may add files, which are judged by their owner, and replace none of ours
-    if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         reason, fix = "is no regular file", "Remove it"
-    elif found.st_uid not in (os.geteuid(), 0):
-        reason, fix = f"belongs to user {found.st_uid}, not to {os.geteuid()}", "Remove it"
+    elif status.st_uid not in (os.geteuid(), 0):
+        reason, fix = f"belongs to user {status.st_uid}, not to {os.geteuid()}", "Remove it"
     elif shared:
-        reason, fix = f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})", f"Run chmod go-w {path}"
+        reason, fix = f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})", f"Run chmod go-w {path}"
     else:
         return
     raise BuildError(
@@ -105,8 +105,8 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 def _compiler() -> str:
     for name in COMPILERS:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise BuildError(f"no C++ compiler ({' or '.join(COMPILERS)}) on PATH; install one, e.g. apt-get install g++")
 
 

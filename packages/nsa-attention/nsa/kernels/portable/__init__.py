@@ -120,11 +120,11 @@ def forward_inputs(x: BranchInputs) -> BranchInputs:
     return x._replace(k_BTGK=x.k_BTGK + _spoiled(x.v_BTGV), v_BTGV=_cleaned(x.v_BTGV))
 
 
-def backward_inputs(x: BranchInputs, given: _GivenToBackward) -> tuple[BranchInputs, _GivenToBackward]:
+def backward_inputs(x: BranchInputs, saved: _GivenToBackward) -> tuple[BranchInputs, _GivenToBackward]:
     """A query that sees a spoiled key needs no mark: its log-sum-exp is NaN since the forward pass."""
-    out, lse, dout, dlse = given
+    out, lse, dout, dlse = saved
     if _nothing_to_clean(x, x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):
-        return x, given
+        return x, saved
     spoiled = sum(_spoiled(y).squeeze(-1) for y in (x.q_BSGRK, out, dout)) + lse
     if dlse is not None:
         spoiled, dlse = spoiled + dlse * 0, _cleaned(dlse)

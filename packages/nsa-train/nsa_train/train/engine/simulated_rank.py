@@ -171,7 +171,7 @@ class _LocalOperators(TorchDispatchMode):
         self.seen(operator, args, kwargs or {}, result)
         return result
 
-    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
         raise NotImplementedError
 
 
@@ -186,7 +186,7 @@ class _CollectiveCounter(_LocalOperators):
     def totals(self) -> dict[CollectiveGroup, CollectiveTotal]:
         return {group: CollectiveTotal(calls, self._bytes[group]) for group, calls in self._calls.items()}
 
-    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
         if operator.namespace not in _COLLECTIVES:
             return
         name = operator._schema.name.partition("::")[2].replace("_", "")
@@ -196,7 +196,7 @@ class _CollectiveCounter(_LocalOperators):
         arguments = (*args, *kwargs.values())
         ranks = next(ranks for each in arguments if (ranks := _ranks_of(each)) is not None)
         group = CollectiveGroup(kind, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0)
-        returned = made if isinstance(made, tuple) else (made,)
+        returned = outputs if isinstance(outputs, tuple) else (outputs,)
         self._calls[group] += 1
         self._bytes[group] += max(sum(_tensor_bytes(part)) for part in (*arguments, *returned))
 
@@ -252,8 +252,8 @@ class _MemoryCounter(_LocalOperators):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        for leaf in tree_leaves(made):
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
+        for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
         if self._kernel_workspace and operator._schema.name == "nsa::attend_backward" and "selected" in args:
@@ -285,9 +285,9 @@ class _FlopCounter(_LocalOperators):
         self.total = 0.0
         self._seq_len = seq_len
 
-    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
+    def seen(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> None:
         if (formula := flop_registry.get(operator._overloadpacket)) is not None:
-            self.total += formula(*args, **kwargs, out_val=made)
+            self.total += formula(*args, **kwargs, out_val=outputs)
         elif (count := _OWN_FLOPS.get(operator._schema.name)) is not None:
             self.total += count(self._seq_len, *args)
 

@@ -77,8 +77,8 @@ def classify_exit(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
         return RankOutcome(agent_code, f"the agent {how}")
     for known in (FINAL_EXITS, RETRYABLE_EXITS):
         for code, why in known.items():
-            for rank, found in codes.items():
-                if found == code:
+            for rank, exit_code in codes.items():
+                if exit_code == code:
                     return RankOutcome(code, f"rank {rank} exited with {code}: {why}", rank)
     # The agent ends the other ranks by SIGTERM; and a killed rank makes others crash, rather than the other way round.
     rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))

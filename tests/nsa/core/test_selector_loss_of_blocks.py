@@ -97,15 +97,15 @@ def test_value_and_gradient_are_those_of_dense_attention(shape, kind, options, p
 
 def gradients(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> dict[str, torch.Tensor]:
     """What the selector loss alone adds to the gradients: with it minus without it."""
-    found = []
+    passes = []
     for weight in (1.0, 0.0):
         layer.selector_loss = layer.selector_weight = weight
         layer.zero_grad(set_to_none=False)
         layer(x_BSD, **options).square().sum().backward()
         grads = {name: p.grad for name, p in layer.named_parameters()}
-        found.append({name: torch.zeros(()) if grad is None else grad.clone() for name, grad in grads.items()})
+        passes.append({name: torch.zeros(()) if grad is None else grad.clone() for name, grad in grads.items()})
     layer.selector_loss = layer.selector_weight = 1.0
-    return {name: found[0][name] - found[1][name] for name in found[0]}
+    return {name: passes[0][name] - passes[1][name] for name in passes[0]}
 
 
 def test_every_block_counts_not_only_the_chosen():
@@ -152,27 +152,29 @@ def test_compiles_without_graph_breaks(packed):
     layer = layer_of(phi="softmax").float()
     x = torch.randn(2, 90, layer.dim)
     options = dict(cu_doc_lens=torch.tensor([0, 50, 180], dtype=torch.int32)) if packed else {}
-    found = []
+    gradients_seen = []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         layer.zero_grad()
         run(x, **options).square().sum().backward()
-        found.append(layer.phi_k.w_score.grad.clone())
-    assert found[0].abs().max() > 0
-    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-4)
+        gradients_seen.append(layer.phi_k.w_score.grad.clone())
+    assert gradients_seen[0].abs().max() > 0
+    torch.testing.assert_close(gradients_seen[0], gradients_seen[1], atol=1e-6, rtol=1e-4)
 
 
 def test_the_operator_keeps_torchs_contract():
     layer, seen = layer_of(phi="softmax"), []
     original = module_under_test._differentiable_divergence
-    module_under_test._differentiable_divergence = lambda *given: seen.append(given) or original(*given)
+    module_under_test._differentiable_divergence = lambda *arguments: seen.append(arguments) or original(*arguments)
     try:
         layer(torch.randn(2, 60, layer.dim, dtype=torch.float64))
     finally:
         module_under_test._differentiable_divergence = original
-    (given,) = seen
-    given = tuple(x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given))
+    (arguments,) = seen
+    arguments = tuple(
+        x.detach().requires_grad_(i == 0) if isinstance(x, torch.Tensor) else x for i, x in enumerate(arguments)
+    )
     opcheck(
         module_under_test._divergence,
-        given,
+        arguments,
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
