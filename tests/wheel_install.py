@@ -83,7 +83,7 @@ class WheelInstall:
 
 
 def ordinary_user(installed: WheelInstall) -> WheelInstall:
-    """The same environment used by a user who is not root."""
+    """Return the environment as used by a user who is not root."""
     if os.geteuid() != 0:
         return installed
     if shutil.which("setpriv") is None:

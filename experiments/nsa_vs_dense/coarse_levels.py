@@ -32,7 +32,7 @@ def accuracy(loaded: LoadedModel, length: int, rows: int) -> float:
 
 
 def share_read(layer: NSAAttention, length: int) -> float:
-    """Of the compressed entries before a query, averaged over a row."""
+    """Return the share of compressed entries before a query that it reads, averaged over a row."""
     if layer.coarse is None:
         return 1.0
     g = layer.geometry

@@ -42,7 +42,7 @@ class DepthCell(NamedTuple):
 
 
 def accuracy_by_depth(run: StudyRun, length: int, rows: int) -> list[DepthCell]:
-    """Of a finished run, over `rows` held-out rows."""
+    """Measure the accuracy of a finished run by depth, over `rows` held-out rows."""
     right_by_depth: dict[int, list[bool]] = defaultdict(list)
     for place, hit in held_out_answers(load_model(run.folder), length, rows):
         right_by_depth[place.fact * DEPTHS // length].append(hit)

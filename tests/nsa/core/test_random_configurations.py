@@ -112,7 +112,7 @@ class Case:
         return max(1e-3, float(q.norm(dim=-1).max()) * longest_key * module.scale)
 
     def outputs(self, module: NSAAttention, rows: list[Tensor]) -> list[Tensor]:
-        """Of the layer, called in the case's way, for each row or document."""
+        """Call the layer in the case's way and return its output for each row or document."""
         if self.way == "packed":
             cu = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32)
             return list(module(torch.cat(rows)[None], cu_doc_lens=cu)[0].split(self.lengths))

@@ -110,7 +110,7 @@ def test_a_backend_that_cannot_run_appends_nothing(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pages", [None, 60])
 def test_padding_far_past_the_tokens_is_taken(kind, backend, pages):
-    """Of a reordered or paged cache only the pages of real tokens are read: padding stands past them."""
+    """Reads only the pages of real tokens of a reordered or paged cache: padding stands past them."""
     module, x = module_of(kind, "shared", backend), torch.randn(BATCH, 90, DIM)
     rows, lengths = [2, 0, 2], torch.tensor([1, 4, 0])
     cache = module.new_cache(BATCH, 96, pages=pages)

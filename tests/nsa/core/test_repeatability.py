@@ -42,7 +42,7 @@ def gradients(kind: str, backend: str, loss: float, blocks: str, length: int) ->
 
 
 def model_gradients(backend: str, length: int) -> bytes:
-    """Of the loss of a model with every kind of layer and two levels of compressed entries, on packed documents."""
+    """Gradients of a model with every kind of layer and two levels of compressed entries, on packed documents."""
     torch.manual_seed(0)
     sizes = {name: value for name, value in SIZES.items() if name != "dim"}
     options = dict(kv="shared", selector_loss=1.0, selector_loss_share=0.25, coarse_block=4, n_coarse=8)

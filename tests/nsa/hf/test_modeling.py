@@ -29,7 +29,7 @@ VARIANTS = [
 
 
 def twin(model: NSAForCausalLM) -> NSATransformer:
-    """The same model as the trainer builds it."""
+    """Build the trainer's model with the same weights."""
     config = model.config
     transformer = NSATransformer(
         config.vocab_size,

@@ -48,7 +48,7 @@ def test_halves_merged_by_their_log_sum_exps_have_the_gradients_of_the_whole(bac
 @in_every_branch
 @pytest.mark.parametrize("layout", ["cached", "packed"])
 def test_gradients_of_the_log_sum_exp_alone(backend, branch, layout):
-    """Of rows that see nothing too, whose log-sum-exp is −inf: they have none."""
+    """Includes rows that see nothing: their log-sum-exp is −inf and has no gradient."""
     if backend == "triton" and layout == "packed":
         layout = "cached"  # minutes in the interpreter
     case = Case(layout, "tiny", (6, 2), torch.float32)

@@ -171,7 +171,7 @@ def test_same_bits_in_any_order_of_programs():
 
 @interpreted
 def test_same_bits_alone_in_a_batch_and_in_a_larger_cache():
-    """And whatever the memory holds that nobody may see: unwritten slots, and buffers before they are written."""
+    """Also for any content of memory that must not be read: unwritten slots, and buffers before they are written."""
     step = Step([20, 140])
     want = step.decode()
     alone = Step([140], room=200)

@@ -235,7 +235,7 @@ def test_a_decoding_step_of_a_module_reads_no_value():
 
 @pytest.mark.parametrize("length", [2**14, 2**16, 2**18, 2**20, 2**21, 2**22])
 def test_the_block_index_takes_memory_in_proportion_to_the_chosen_blocks(length):
-    """Of a span of 65,536 queries over all keys: never queries × windows of keys, which is gigabytes at 1M tokens."""
+    """Measures a span of 65,536 queries over all keys: queries × windows of keys would be gigabytes at 1M tokens."""
     n_queries, gpu = min(length, 65536), FakeGpu()
     with fake_tensors():
         idx = torch.empty(1, n_queries, GROUPS, GEOMETRY.n_sel, dtype=torch.int32, device=DEVICE)

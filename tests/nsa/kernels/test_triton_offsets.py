@@ -71,7 +71,7 @@ def _planted_kernel(k, lo, k_g, T, WIDE: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def test_planted_32_bit_products_are_found():
-    """Of a group and its stride, and of a loaded position and the width."""
+    """Plants the product of a group and its stride, and of a loaded position and the width."""
     with fake_tensors():
         k, gpu = torch.empty(2**32, dtype=torch.bfloat16, device="cuda"), FakeGpu()
         lo = torch.empty(LENGTH, dtype=torch.int32, device="cuda")

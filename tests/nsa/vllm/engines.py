@@ -98,7 +98,7 @@ def vllm_tokens(llm: LLM, prompts: Sequence[list[int]], n_new: int) -> tuple[lis
 
 
 def transformers_tokens(model: NSAForCausalLM, prompts: Sequence[list[int]], n_new: int) -> list[list[int]]:
-    """Of each prompt alone."""
+    """Generate from each prompt alone."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

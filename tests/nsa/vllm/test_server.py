@@ -56,7 +56,7 @@ class VllmServer(ServerProcess):
             time.sleep(0.1)
 
     def resident_mib(self) -> float:
-        """Of the server and its engine's process."""
+        """Resident memory of the server and its engine's process."""
         total, parents = 0, {self.process.pid}
         for status in sorted(Path("/proc").glob("[0-9]*/status"), key=lambda path: int(path.parent.name)):
             try:
@@ -92,7 +92,7 @@ def answers_at_random_times(server: VllmServer, prompts: list[list[int]], spread
 
 
 def mixed_prompts(n: int) -> list[list[int]]:
-    """Of 1 to 1,500 tokens; every third begins like another one."""
+    """Draw prompts of 1 to 1,500 tokens; every third begins like another one."""
     generator = random.Random(1)
     prompts = random_prompts([generator.choice((1, 5, 30, 70, 200, 500, 1500)) for _ in range(n)])
     return [prompts[i - 3][:-2] + prompt[:40] if i % 3 == 2 else prompt for i, prompt in enumerate(prompts)]

@@ -59,7 +59,7 @@ def _client(endpoint: str):
 
 
 def _upload_corpus(endpoint: str, folder: Path) -> None:
-    """The same documents as parquet under src/ and as JSON lines under lines/."""
+    """Upload the documents as parquet under src/ and as JSON lines under lines/."""
     client = _client(endpoint)
     client.create_bucket(Bucket=BUCKET)
     for f in range(2):

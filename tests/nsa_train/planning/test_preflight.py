@@ -275,7 +275,7 @@ def test_a_fix_for_memory_is_one_that_helps():
 
 
 def test_checkpointing_is_demanded_only_where_memory_is_short():
-    """The same run without checkpointing passes on a GPU where it fills a small part of the memory."""
+    """Without checkpointing, the run passes on a GPU where it fills a small part of the memory."""
 
     def verdict_on(target: str, mode: str):
         of = facts(target, train=dict(batch_size=TIGHT), runtime=dict(gradient_checkpointing=mode))

@@ -88,7 +88,7 @@ def test_an_exported_folder_is_a_start_like_its_import(runs):
 
 
 def test_data_of_another_tokenizer_is_refused(runs, tmp_path):
-    """The same vocabulary is not enough: the fingerprint decides."""
+    """Compares fingerprints: an equal vocabulary size is not enough."""
     from nsa_train.data.tokenizer import train_bpe
 
     bpe = train_bpe(["some words of text"] * 9, 257, tmp_path / "bpe.json")

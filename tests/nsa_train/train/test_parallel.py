@@ -1,4 +1,4 @@
-"""The same run, however it is spread: one rank, DDP, FSDP, HSDP, accumulation; fp32, same rows, same seed."""
+"""Equality of runs on one rank, DDP, FSDP, HSDP and with accumulation; fp32, same rows, same seed."""
 
 import math
 

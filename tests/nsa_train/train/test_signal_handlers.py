@@ -60,7 +60,7 @@ class Process:
         )  # fmt: skip
 
     def pids(self) -> list[int]:
-        """Of the ranks, as their heartbeats tell."""
+        """Process ids of the ranks, from their heartbeats."""
         beats = [last_beat(path) for path in self.folder.glob(names.HEARTBEATS)]
         return [beat.pid for beat in beats if beat]
 

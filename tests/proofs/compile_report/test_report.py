@@ -122,7 +122,7 @@ def test_the_machine_code_is_as_good_as_written(model, gpu):
 
 
 def assert_fits(report: CompileReport) -> None:
-    """Of an fp32 kernel: a launch would not be refused, and next to nothing is spilled."""
+    """Require that an fp32 kernel can be launched and spills next to nothing."""
     assert report.code.shared_bytes <= GPUS[report.gpu].shared_limit, report
     assert report.code.spilled_bytes <= 64, report
 

@@ -1,4 +1,4 @@
-"""The same tokens come out of a server that misbehaves, and an error in time out of one that is gone."""
+"""Reading over HTTP: identical tokens from a server that misbehaves, and an error in time if it is gone."""
 
 import pytest
 

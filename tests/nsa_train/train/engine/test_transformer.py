@@ -85,7 +85,7 @@ class OperatorCounts(TorchDispatchMode):
 @pytest.mark.parametrize("batch", [plain_batch(0), packed_batch(0)], ids=["plain", "packed"])
 @pytest.mark.parametrize("nsa", [{}, dict(phi="mlp", rope_compressed="after"), dict(kv="shared")], ids=str)
 def test_shared_positions_change_nothing(batch, nsa):
-    """The same weights in the engine's own class, where every layer makes its positions."""
+    """Compares with the engine's own class and the same weights, where every layer computes its positions."""
     compare_with_the_engines_class(config_of(**nsa), batch)
 
 

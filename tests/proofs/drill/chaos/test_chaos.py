@@ -37,7 +37,7 @@ def chaos(duration: str, seed: int, keep: Path, timeout_s: float) -> tuple[int, 
 
 
 def require_as_planned(verdict: dict, seconds: float, seed: int) -> None:
-    """The same faults in the same order as the seed plans: class, step, victim, variant."""
+    """Require the faults in the order that the seed plans: class, step, victim, variant."""
     plan = make_plan(seed, seconds, unplayable())
     played = [(each["fault"], each["step"], each["victim"], each["variant"]) for each in verdict["faults"]]
     assert played == [(each.fault, each.step, each.victim, each.variant) for each in plan.faults]
