@@ -5,8 +5,11 @@ import os
 import signal
 from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+
+from tests.wheel_install import BuiltWheels, WheelInstall, build_wheels
 
 # Two test processes share two cores: with more threads they spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,7 +26,7 @@ LONGEST = (
     "tests/ops/test_alerts_live.py",
     "tests/nsa/kernels/test_triton_drill.py",
     "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
-    "tests/docs/test_runbook.py",
+    "tests/docs/test_user_pages.py",
     "tests/proofs/drill/test_drill.py",
     "tests/nsa_train/planning/test_activations.py",
     "tests/nsa_train/train/engine/test_contract.py",
@@ -62,6 +65,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what is built once per test session, also with several pytest workers."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def wheels(session_folder: Path) -> BuiltWheels:
+    from nsa.files import file_lock
+
+    folder = session_folder / "wheels"
+    with file_lock(session_folder / "wheels.lock"):
+        built = len(list(folder.glob("*.whl"))) == 2
+        return BuiltWheels.in_folder(folder) if built else build_wheels(folder)
+
+
+@pytest.fixture(scope="session")
+def installed(wheels: BuiltWheels, session_folder: Path) -> WheelInstall:
+    from nsa.files import file_lock
+
+    venv = session_folder / "installed" / "venv"
+    with file_lock(session_folder / "installed.lock"):
+        made = any(venv.glob("lib/python*/site-packages/borrowed.pth"))
+        return WheelInstall(venv) if made else WheelInstall.make(wheels, venv)
 
 
 pytest_plugins = [

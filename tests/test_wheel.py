@@ -4,7 +4,6 @@ compiler on PATH and a home folder that cannot be written.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import zipfile
@@ -15,24 +14,13 @@ import pytest
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa.kernels.cpu.build import library
-from tests.docs.blocks import blocks
-from tests.wheel_install import ROOT, BuiltWheels, WheelInstall, build_wheels, ordinary_user
+from tests.wheel_install import ROOT, WheelInstall, build_wheels, ordinary_user
 
 MOST_BYTES = 4_000_000
 SHIPPED = "nsa_train/shipped/"
-# A few steps instead of minutes; a nightly test below runs the command as it is printed.
+# A few steps instead of minutes; a nightly test of the tutorial runs the command as it is printed.
 FEW_STEPS = " train.steps=4 train.warmup_steps=1 train.log_every=2 train.eval_every=4 train.eval_batches=2"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> BuiltWheels:
-    return build_wheels(tmp_path_factory.mktemp("wheels"))
-
-
-@pytest.fixture(scope="module")
-def installed(wheels, tmp_path_factory) -> WheelInstall:
-    return WheelInstall.make(wheels, tmp_path_factory.mktemp("installed") / "venv")
 
 
 def next_commands(output: str) -> list[str]:
@@ -89,7 +77,7 @@ def test_a_config_with_a_profile_is_valid_outside_the_checkout(installed, tmp_pa
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_an_ordinary_user_without_compiler_and_with_a_read_only_home(whole, installed, tmp_path):
-    """whole: also generate with and verify what was trained; tests/docs/test_tutorial.py does so with the checkout."""
+    """whole: also generate with and verify what was trained; tests/docs/test_user_pages.py does so with a compiler."""
     user = ordinary_user(installed)
     work, home = user.folder_for(tmp_path / "work"), user.folder_for(tmp_path / "home")
     home.chmod(0o555)
@@ -121,32 +109,6 @@ def test_kernels_are_kept_in_a_temporary_folder_if_home_is_read_only(built, inst
     output = user.run("nsa doctor", work, path=SYSTEM_PATH, home=home, timeout_s=800).replace("\n", "")
     assert f"compiled in {cache}" in output
     assert len(list(cache.glob("nsa_cpu_*.so"))) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_the_printed_commands_work_as_they_stand(installed, tmp_path):
-    for command in next_commands(installed.run("nsa init my-run --text", tmp_path)):
-        output = installed.run(command, tmp_path, path=SYSTEM_PATH, timeout_s=900)
-        if command.startswith("nsa train"):
-            losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", output)]
-            assert losses[-1] < 3.5  # as the config's header says
-
-
-def _starts_from_nothing() -> list[Path]:
-    """Pages with a block that begins a new folder: their blocks need no checkout."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [page for page in pages if any("nsa init" in block.code for block in blocks(page))]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("page", _starts_from_nothing(), ids=lambda page: page.name)
-def test_the_blocks_of_a_page_with_nsa_init_run_from_the_wheel(page, installed, tmp_path):
-    for block in blocks(page):
-        if block.needs == "" and "nsa init" in block.code:
-            lines = [line for line in block.code.splitlines() if not line.startswith("pip ")]
-            installed.run("set -e\n" + "\n".join(lines), tmp_path, path=SYSTEM_PATH, timeout_s=1500)
 
 
 def _python(version: str) -> str | None:

@@ -20,14 +20,19 @@ class BuiltWheels:
     library: Path
     trainer: Path
 
+    @classmethod
+    def in_folder(cls, folder: Path) -> "BuiltWheels":
+        (library,), (trainer,) = folder.glob("nsa_attention-*.whl"), folder.glob("nsa_train-*.whl")
+        return cls(library, trainer)
+
 
 def build_wheels(folder: Path, source: Path = ROOT) -> BuiltWheels:
     """Build with the backend of this environment, so that CI installs nothing beside its lock files."""
+    folder.mkdir(parents=True, exist_ok=True)
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     for name in ("nsa-attention", "nsa-train"):
         _run([sys.executable, "-m", "pip", "wheel", *options, str(source / "packages" / name)], folder)
-    (library,), (trainer,) = folder.glob("nsa_attention-*.whl"), folder.glob("nsa_train-*.whl")
-    return BuiltWheels(library, trainer)
+    return BuiltWheels.in_folder(folder)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class WheelInstall:
 
     @classmethod
     def make(cls, wheels: BuiltWheels, venv: Path) -> "WheelInstall":
+        venv.parent.mkdir(parents=True, exist_ok=True)
         _run([sys.executable, "-m", "venv", "--without-pip", str(venv)], venv.parent)
         pip = [sys.executable, "-m", "pip", f"--python={venv / 'bin' / 'python'}", "install", "--quiet", "--no-deps"]
         _run([*pip, str(wheels.library), str(wheels.trainer)], venv.parent)

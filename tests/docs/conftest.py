@@ -14,16 +14,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(session_folder: Path) -> Path:
     """Folder of the HTML pages, built without a network and with warnings as errors."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    built = shared / "site"
-    with file_lock(shared / "site.lock"):
+    built = session_folder / "site"
+    with file_lock(session_folder / "site.lock"):
         if not (built / "searchindex.js").is_file():
             inherited = {name: value for name, value in os.environ.items() if not name.startswith("DOCS_")}
+            words = ["-W", "--keep-going", "-q", "-d", session_folder / "doctrees", "docs", built]
             done = subprocess.run(
-                [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", shared / "doctrees", "docs", built],
+                [sys.executable, "-m", "sphinx", *words],
                 cwd=ROOT, env=inherited | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"},
                 text=True, capture_output=True,
             )  # fmt: skip

@@ -31,16 +31,15 @@ def train(
     resume_from: Path = typer.Option(None, "--resume-from", help=RESUME_FROM_HELP),
     init_from: Path = typer.Option(None, "--init-from", help=INIT_FROM_HELP),
     clear_halt: bool = typer.Option(False, "--clear-halt", help=CLEAR_HALT_HELP),
-    dataset: str = typer.Option(None, help="data.dataset: fineweb_edu, local, prepared or synthetic."),
     steps: int = typer.Option(None, help="train.steps."),
-    precision: str = typer.Option(None, help="runtime.precision: bf16 or fp32."),
-    ddp: int = typer.Option(
-        -1, help="1 starts a rank per GPU, 0 requires a single rank, -1 uses the ranks that torchrun started."
-    ),
-    fwe_report_docs: int = typer.Option(None, help="data.report_docs."),
-    loader_timeout: float = typer.Option(None, help="data.loader_timeout_s."),
-    synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", help="data.synthetic_on_fail=true."),
     allow: list[str] = typer.Option([], "--allow", metavar="RULE", help=ALLOW_HELP),
+    # Spellings of earlier versions (docs/OLDER_NAMES.md).
+    dataset: str = typer.Option(None, hidden=True),
+    precision: str = typer.Option(None, hidden=True),
+    ddp: int = typer.Option(-1, hidden=True),
+    fwe_report_docs: int = typer.Option(None, hidden=True),
+    loader_timeout: float = typer.Option(None, hidden=True),
+    synthetic_on_fail: bool = typer.Option(False, "--synthetic-on-fail", hidden=True),
 ) -> None:
     """Train until done or stopped. Exit codes: 0 done, 10 stopped, 11 halted, 20 config, 21 data, 22 checkpoint.
 

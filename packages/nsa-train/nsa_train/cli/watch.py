@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nsa_train.watch.status import RunStatus
 
 _RUN = typer.Argument(None, metavar="RUN", help="Run folder (train.out_dir).")
-_DIR = typer.Option(None, "--dir", help="Run folder; same as RUN (older spelling).")
+_DIR = typer.Option(None, "--dir", hidden=True)  # docs/OLDER_NAMES.md
 _LIMIT = typer.Option(None, "--limit", metavar="NAME=VALUE", help="Change a limit, e.g. stall_s=600. Repeatable.")
 
 
