@@ -71,26 +71,25 @@ def code_of(path: Path) -> list[str]:
 
 
 def run_page(
-    pages: list[Path],
+    page: Path,
     folder: Path,
     programs: Path,
     timeout_s: float,
     *,
     replace: Mapping[str, str] | None = None,
 ) -> None:
-    """Run every block that runs here: the shell blocks of a page in order, then its Python blocks in one process.
+    """Run every block that runs here: the shell blocks in order, then the Python blocks in one process.
 
     programs: folder of the `nsa` and `python` to use.
-    replace: words of the pages, each there once or more, and what to run instead, e.g. to train for fewer steps.
+    replace: words of the page, each there once or more, and what to run instead, e.g. to train for fewer steps.
     """
     script = "set -euo pipefail\n"
-    for page in pages:
-        for block in filter(lambda block: block.runs, blocks(page)):
-            script += f"echo '== {page.name} line {block.line}' >&2\n{_with_server(block)}\n"
-        if examples := blocks(page, "python"):
-            file = folder / f"{page.stem}.py"
-            file.write_text("\n".join(f"# {page.name} line {block.line}\n{block.code}" for block in examples))
-            script += f"echo '== {file.name}' >&2\npython {file.name}\n"
+    for block in filter(lambda block: block.runs, blocks(page)):
+        script += f"echo '== {page.name} line {block.line}' >&2\n{_with_server(block)}\n"
+    if examples := blocks(page, "python"):
+        file = folder / f"{page.stem}.py"
+        file.write_text("\n".join(f"# {page.name} line {block.line}\n{block.code}" for block in examples))
+        script += f"echo '== {file.name}' >&2\npython {file.name}\n"
     for printed, instead in (replace or {}).items():
         assert printed in script, printed
         script = script.replace(printed, instead)

@@ -23,4 +23,4 @@ def test_every_condition_has_its_place_and_its_advice():
 def test_older_scripts_work_in_a_checkout(installed: WheelInstall, tmp_path: Path):
     for name in ("configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
-    run_page([ROOT / "docs" / "OLDER_NAMES.md"], tmp_path, installed.venv / "bin", timeout_s=880)
+    run_page(ROOT / "docs" / "OLDER_NAMES.md", tmp_path, installed.venv / "bin", timeout_s=880)
