@@ -62,6 +62,14 @@ def test_it_says_where_it_serves_what_and_that_requests_queue(server, run):
     assert server.url.startswith("http://127.0.0.1:")
 
 
+def test_it_says_so_once_it_accepts_connections(server):
+    listening, said = (
+        next(number for number, line in enumerate(server.lines) if words in line)
+        for words in ("Uvicorn running on", "serving ")
+    )
+    assert listening < said
+
+
 def test_completions_are_the_text_of_generate(server, expected):
     for prompt, text in zip(PROMPTS, expected, strict=True):
         answer = server.complete(prompt)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import uvicorn
 from fastapi import HTTPException
 from transformers.cli import serve as transformers_serve
 from transformers.cli.serving import model_manager, server
@@ -55,7 +56,7 @@ def serve_model(
     context_length: tokens of a prompt and its answer together at most; default as in training.
     allowed_hosts: names besides loopback's and `host` that requests may address the server by.
     model_endpoints: answer `/load_model` and `/reset`, which have no effect, for clients that need an answer.
-    on_start: called with the address just before the server listens there.
+    on_start: called with the address once the server accepts connections there.
     """
     port = _free_port(host, port)
     guard = partial(
@@ -67,8 +68,8 @@ def serve_model(
         model_endpoints=model_endpoints,
         defaults=_set_server_defaults(loaded),
     )
-    on_start(f"http://{_in_url(host)}:{port}/v1")
-    with _instead_of_transformers_own(_FixedModelManager(loaded, name), guard):
+    announce = partial(on_start, f"http://{_in_url(host)}:{port}/v1")
+    with _instead_of_transformers_own(_FixedModelManager(loaded, name), guard, announce):
         transformers_serve.Serve(host=host, port=port, log_level="error")
 
 
@@ -90,10 +91,12 @@ def _set_server_defaults(loaded: LoadedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def _instead_of_transformers_own(manager: _FixedModelManager, guard: Callable[[Any], RequestGuard]) -> Iterator[None]:
-    """`Serve` takes a path and builds its own manager, which would load any model that a request names, and an
-    application without a guard."""
-    manager_type, build_server = model_manager.ModelManager, server.build_server
+def _instead_of_transformers_own(
+    manager: _FixedModelManager, guard: Callable[[Any], RequestGuard], on_listening: Callable[[], None]
+) -> Iterator[None]:
+    """`Serve` takes a path and builds its own manager, which would load any model that a request names, an application
+    without a guard, and a server that does not say when it listens."""
+    manager_type, build_server, startup = model_manager.ModelManager, server.build_server, uvicorn.Server.startup
 
     def build_guarded(*args: Any, **kwargs: Any) -> RequestGuard:
         app = build_server(*args, **kwargs)
@@ -103,12 +106,18 @@ def _instead_of_transformers_own(manager: _FixedModelManager, guard: Callable[[A
         )
         return guard(app)
 
+    async def startup_and_announce(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        await startup(self, sockets)
+        on_listening()
+
     model_manager.ModelManager = lambda **settings: manager
     server.build_server = build_guarded
+    uvicorn.Server.startup = startup_and_announce  # type: ignore[method-assign]
     try:
         yield
     finally:
         model_manager.ModelManager, server.build_server = manager_type, build_server
+        uvicorn.Server.startup = startup  # type: ignore[method-assign]
 
 
 def _free_port(host: str, port: int) -> int:
