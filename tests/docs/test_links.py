@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ops").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(page for name in ("docs", "examples", "ops") for page in (ROOT / name).rglob("*.md"))]
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*\]\([^`\n]*`", re.MULTILINE | re.DOTALL)  # what looks like a link in code
 ON_GITHUB = "../../actions/"  # a page of the repository's site, as README's badges
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(?:#[^)]*)?\)")
