@@ -18,8 +18,8 @@ from proofs.supply_chain.lock_files import BUILD, GATE, INSTALLER, ROOT, VLLM
 
 _COMMAND = "python -m proofs.supply_chain.write_locks"
 _HEADER = f"# Written by {_COMMAND}; installed by .ci/run with --require-hashes.\n"
-PROJECTS = [str(ROOT / "packages" / name / "pyproject.toml") for name in ("nsa-attention", "nsa-train")]
-_EXTRAS = ("dev", "train")
+_LOCAL = {"nsa-attention": "", "nsa-train": "[dev,train]"}
+"""The packages of this checkout, with the extras that the gate installs."""
 _BUILD = ("editables", "hatchling", "setuptools", "wheel")  # of this project, and of source archives in the gate's lock
 _WITHOUT = ("torchaudio", "torchcodec", "torchvision")  # built for CUDA; Transformers fails when it imports them
 _INDEX_SETTINGS = {"UV_DEFAULT_INDEX": "index-url", "UV_INDEX": "extra-index-url", "UV_FIND_LINKS": "find-links"}
@@ -29,13 +29,18 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=_COMMAND, description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that are permitted")
     options = parser.parse_args(arguments)
-    extras = [word for extra in _EXTRAS for word in ("--extra", extra)]
+    installed_from_here = [word for name in _LOCAL for word in ("--no-emit-package", name)]
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
-    _compile(GATE, [*PROJECTS, *extras, *constraints], options.upgrade)
+    _compile(GATE, [*_requirements(local_requirements()), *installed_from_here, *constraints], options.upgrade)
     _compile(BUILD, _requirements(_BUILD), options.upgrade)
     _compile(INSTALLER, _requirements(["uv"]), options.upgrade)
     _lock_vllm()
     return 0
+
+
+def local_requirements() -> list[str]:
+    """Both packages by their folder: one requires the other, which no index has."""
+    return [f"{name}{extras} @ {(ROOT / 'packages' / name).as_uri()}" for name, extras in _LOCAL.items()]
 
 
 def _requirements(names: Iterable[str]) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from proofs.supply_chain.lock_files import BUILD, GATE, INSTALLER, ROOT, VLLM, LockFileError, normalized, read_lock
+from proofs.supply_chain.write_locks import local_requirements
 
 PYPROJECTS = [
     tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text()) for name in ("nsa-attention", "nsa-train")
@@ -46,6 +47,15 @@ def test_the_gate_installs_a_permitted_version_of_every_requirement():
     for requirement in requirements():
         package = lock[normalized(requirement.name)]
         assert package.version in requirement.specifier, f"{requirement}: locked {package.version}"
+
+
+def test_locks_are_written_for_the_packages_of_this_checkout():
+    """By folder: an index has neither, and one requires the other."""
+    local = {requirement.name: requirement for requirement in map(Requirement, local_requirements())}
+    assert local.keys() == PROJECTS.keys()
+    for name, requirement in local.items():
+        assert requirement.url == (ROOT / "packages" / name).as_uri()
+        assert requirement.extras <= PROJECTS[name]["optional-dependencies"].keys()
 
 
 def test_the_build_backend_is_locked():
