@@ -30,7 +30,7 @@ LONGEST = (
     "tests/proofs/drill/test_drill.py",
     "tests/nsa_train/planning/test_activations.py",
     "tests/nsa_train/train/engine/test_contract.py",
-    "tests/nsa_train/train/engine/test_bad_step_callback.py",
+    "tests/nsa_train/train/engine/test_nan_guard_runs.py",
     "tests/fuzz/test_commands.py",
     "tests/test_memory_and_time_bombs.py",
     "tests/nsa_train/train/launch/test_launcher.py",

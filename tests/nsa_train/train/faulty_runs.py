@@ -92,8 +92,8 @@ def _plant(fault: Fault, planted: ExitStack) -> None:
     if fault.deferred:
         from nsa_train.train.engine import build
 
-        fused = partial(_fused, build.EagerAdamWConfig)
-        planted.enter_context(mock.patch.object(build, "EagerAdamWConfig", fused))
+        fused = partial(_fused, build._EagerAdamWConfig)
+        planted.enter_context(mock.patch.object(build, "_EagerAdamWConfig", fused))
     if fault.kind == "gap":
         planted.enter_context(mock.patch.object(RowLoader, "_read", read_with_gap))
 

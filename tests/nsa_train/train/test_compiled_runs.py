@@ -4,7 +4,7 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 from nsa_train import names
-from tests.nsa_train.train.engine.test_bad_step_callback import same_weights
+from tests.nsa_train.train.engine.test_nan_guard_runs import same_weights
 from tests.nsa_train.train.runs import Job, run_all
 from tests.nsa_train.train.test_resume import corpus, story  # noqa: F401
 

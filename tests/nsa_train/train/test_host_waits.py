@@ -17,7 +17,7 @@ from tests.nsa_train.train.test_resume import corpus  # noqa: F401
 STEPS, LOG_EVERY = 9, 4
 AT_A_LOG_STEP = {
     "nsa_train/train/callbacks/heartbeat_callback.py _values": "aten._local_scalar_dense.default",
-    "nsa_train/train/engine/bad_step_callback.py read": "event",
+    "nsa_train/train/engine/nan_guard.py read": "event",
 }
 
 

@@ -18,19 +18,18 @@ from nsa_train.planning.model_figures import model_figures
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.run_model import ALL_PARAMETERS
 from nsa_train.train import datasets
-from nsa_train.train.bad_step_policy import BadStepPolicy
 from nsa_train.train.callbacks.evaluation import EvaluationCallback
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_callback import BadStepCallback, RollbackTrainer, make_bad_step_policy
 from nsa_train.train.engine.build import build_train_module, build_trainer
 from nsa_train.train.engine.checkpoint_callback import make_checkpoint_callback
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
 from nsa_train.train.engine.data_loader import RowLoader
 from nsa_train.train.engine.environment import on_first_rank
+from nsa_train.train.engine.nan_guard import BadStepCallback, BadStepPolicy, RollbackTrainer
 from nsa_train.train.resume import (
     ResumePoint,
     SettingChange,
@@ -137,7 +136,7 @@ def build_trainer_of_run(
     """The trainer, with the train module and the callbacks around its steps."""
     config, ranks, folder = context.config, context.ranks, context.folder
     collectives = HostCollectives(config.parallel.timeout_s)
-    policy = make_bad_step_policy(config)
+    policy = BadStepPolicy(config.train)
     module = build_train_module(config, inputs.vocab_size, ranks, context.device)
     checkpoints = make_checkpoint_callback(config)
     heartbeat = HeartbeatCallback(

@@ -2,7 +2,7 @@
 
 Each service has a queue and a thread: its client may block for minutes, which must never block training. Records that a
 slow or unavailable service misses are dropped; the run folder has all of them. The engine's W&B callback is called in
-the training loop, with metrics of a pipeline that is off (see `bad_step_callback`).
+the training loop, with metrics of a pipeline that is off (see `nan_guard`).
 """
 
 import json

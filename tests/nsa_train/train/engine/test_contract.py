@@ -45,12 +45,12 @@ from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.engine.bad_step_callback import BadStepCallback, RollbackTrainer, _RollBack
 from nsa_train.train.engine.build import build_train_module, build_trainer
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback, make_checkpoint_callback
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_checkpointer
 from nsa_train.train.engine.data_loader import RowLoader, to_engine
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig
+from nsa_train.train.engine.nan_guard import BadStepCallback, RollbackTrainer, _RollBack
 from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from nsa_train.train.engine.transformer import transformer_config
 from nsa_train.train.run_outputs import EventLogCallback

@@ -15,15 +15,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from nsa.core.probe import Probe, probing
+from nsa.core.nsa_attention import NSAAttention
+from nsa.core.probe import Probe, attention_layers, probing
 from nsa.kernels.choice_text import reason_text
+from nsa.kernels.registry import BackendChoice
 from nsa_train import names
 from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import ALIVE_EVERY_S, METRICS, RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from nsa_train.train.distributed import HostCollectives, RankInfo
 from nsa_train.train.engine import Callback, PathOrStr
-from nsa_train.train.engine.train_module import kernel_choices
+
+
+def kernel_choices(train_module: Any, device: torch.device) -> tuple[BackendChoice, ...]:
+    """The backend of each branch and the reason, in the dtype that the attention of this train module computes in."""
+    layers = attention_layers(train_module.model).values()
+    layer: NSAAttention = max(layers, key=lambda layer: len(layer.branches))
+    halved = train_module.autocast_precision or (train_module.dp_config and train_module.dp_config.param_dtype)
+    return layer.plan(device, torch.bfloat16 if halved else torch.float32).choices
 
 
 class _ForwardTimer:

@@ -16,9 +16,9 @@ with the code):
 - `parallel._WORLD_MESH`: the engine makes one mesh per process; a simulation builds several models in one.
 
 `engine_log` and `environment` also undo what the engine does to the process: log messages, handlers, default device.
-`deferred_imports`, `optimizer` and `environment` keep modules out of a rank that it never uses, torch's compiler first;
-for that `environment` replaces the engine's patch of torch's streams where nothing is compiled. Without them a rank
-takes 1.5 s of CPU time longer to start (tests/test_import_cost.py).
+`deferred_imports`, the optimizer of `build` and `environment` keep modules out of a rank that it never uses, torch's
+compiler first; for that `environment` replaces the engine's patch of torch's streams where nothing is compiled. Without
+them a rank takes 1.5 s of CPU time longer to start (tests/test_import_cost.py).
 """
 
 import os

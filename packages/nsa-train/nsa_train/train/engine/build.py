@@ -1,12 +1,16 @@
 """Builds model, parallelism (ddp, fsdp, hsdp, tp, cp), optimizer and learning-rate schedule from a `RunConfig`."""
 
 import fnmatch
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from olmo_core.config import DType
 from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
+from olmo_core.optim import AdamWConfig, ConstantWithWarmup, CosWithWarmup, LinearWithWarmup, OptimGroupOverride
 from olmo_core.optim.scheduler import Scheduler
 from olmo_core.train import Duration, LoadStrategy
 from olmo_core.train.callbacks import ConsoleLoggerCallback, GarbageCollectorCallback
@@ -17,6 +21,7 @@ from olmo_core.train.train_module.transformer.config import (
     TransformerTensorParallelConfig,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import AdamW
 
 from nsa.core.pooling import undecayed_parameters
 from nsa.errors import ConfigError, require_rules
@@ -26,14 +31,13 @@ from nsa_train.planning.preflight_rules import NOT_FP16, why_no_fp16
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
-from nsa_train.train.engine.bad_step_callback import RollbackTrainer
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
 from nsa_train.train.engine.data_loader import RowLoader
-from nsa_train.train.engine.optimizer import EagerAdamWConfig
+from nsa_train.train.engine.nan_guard import RollbackTrainer
 from nsa_train.train.engine.train_module import StepSkippingTrainModule
 from nsa_train.train.engine.transformer import build_transformer
 
-BETAS = (0.9, 0.95)
+_BETAS = (0.9, 0.95)
 _NEVER = 2**62
 _NOT_DECAYED = [
     "*norm.weight",
@@ -83,9 +87,9 @@ def build_train_module(
         model.compile_blocks()
     return StepSkippingTrainModule(
         model=model,
-        optim=EagerAdamWConfig(
+        optim=_EagerAdamWConfig(
             lr=train.lr,
-            betas=BETAS,
+            betas=_BETAS,
             weight_decay=train.weight_decay,
             fixed_fields=_FROM_THE_CONFIG,
             fused=True if device.type == "cuda" else None,  # skips a step without asking the host
@@ -171,3 +175,32 @@ def _schedule(config: RunConfig) -> Scheduler:
         return ConstantWithWarmup(warmup=train.warmup_steps)
     shape = CosWithWarmup if train.lr_schedule == "cosine" else LinearWithWarmup
     return shape(warmup=train.warmup_steps, alpha_f=train.final_lr_ratio)
+
+
+_uncompiled_step: Callable[..., Any] = inspect.unwrap(AdamW.step)
+
+
+class _EagerAdamW(AdamW):
+    """torch's AdamW, bit for bit, for steps that are never compiled.
+
+    torch hides these methods from its compiler, and imports the compiler for it by the first call: almost as much CPU
+    time as the import of torch. The engine compiles a step only if `AdamWConfig.compile` is set, which it never is.
+    """
+
+    add_param_group = inspect.unwrap(AdamW.add_param_group)
+    zero_grad = inspect.unwrap(AdamW.zero_grad)
+    state_dict = inspect.unwrap(AdamW.state_dict)
+    load_state_dict = inspect.unwrap(AdamW.load_state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        return _uncompiled_step(self, closure)
+
+
+@dataclass
+class _EagerAdamWConfig(AdamWConfig):
+    """Settings of `_EagerAdamW`."""
+
+    @classmethod
+    def optimizer(cls) -> type[AdamW]:
+        return _EagerAdamW

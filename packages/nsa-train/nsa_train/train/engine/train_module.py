@@ -1,4 +1,4 @@
-"""The engine's train module with a step of our own: loss weights, gradient clipping, and steps that are left out."""
+"""The engine's train module with a step of our own: loss weights and gradient clipping."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,20 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nsa.core.nsa_attention import NSAAttention
-from nsa.core.probe import attention_layers
 from nsa.core.selector_loss import selector_layers, set_sampling_step
-from nsa.kernels.registry import BackendChoice
 from nsa.model.loss import ScoreSums
+from nsa_train.train.engine.nan_guard import step_unless_bad
 from nsa_train.train.engine.transformer import SCORE_SUMS
-
-
-def kernel_choices(train_module: Any, device: torch.device) -> tuple[BackendChoice, ...]:
-    """The backend of each branch and the reason, in the dtype that the attention of this train module computes in."""
-    layers = attention_layers(train_module.model).values()
-    layer: NSAAttention = max(layers, key=lambda layer: len(layer.branches))
-    halved = train_module.autocast_precision or (train_module.dp_config and train_module.dp_config.param_dtype)
-    return layer.plan(device, torch.bfloat16 if halved else torch.float32).choices
 
 
 class StepSkippingTrainModule(TransformerTrainModule):
@@ -35,8 +25,7 @@ class StepSkippingTrainModule(TransformerTrainModule):
     """
 
     judge_step: Callable[[Tensor, Tensor], Tensor | bool] | None = None
-    """Called with this rank's loss and the gradient norm: True leaves the step out; a tensor leaves that decision to
-    the fused optimizer, which reads it on the device."""
+    """Called with this rank's loss and the gradient norm; returns what `step_unless_bad` takes."""
     step_loss: Tensor | None = None
     """This rank's share of the loss of the last batch: the mean over all ranks is the loss."""
     step_grad_norm: Tensor | None = None
@@ -54,14 +43,8 @@ class StepSkippingTrainModule(TransformerTrainModule):
         assert self.max_grad_norm is not None
         assert self.step_loss is not None
         self.step_grad_norm = self.clip_gradients(self.max_grad_norm)
-        skip = self.judge_step(self.step_loss, self.step_grad_norm) if self.judge_step is not None else False
-        if skip is True:
-            return
-        for group in self.optim.param_groups:
-            self.scheduler.set_lr(group, self.trainer)
-        self.optim.found_inf = skip if isinstance(skip, Tensor) else None
-        self.optim.step()
-        self.optim.found_inf = None
+        bad = self.judge_step(self.step_loss, self.step_grad_norm) if self.judge_step is not None else False
+        step_unless_bad(self.optim, bad, self._set_learning_rates)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The fused optimizer counts steps on the device; a checkpoint of another one has them on the host."""
@@ -69,6 +52,10 @@ class StepSkippingTrainModule(TransformerTrainModule):
         if self.optim.defaults["fused"]:
             for state in self.optim.state.values():
                 state["step"] = state["step"].to(self.device)
+
+    def _set_learning_rates(self) -> None:
+        for group in self.optim.param_groups:
+            self.scheduler.set_lr(group, self.trainer)
 
     def clip_gradients(self, limit: float) -> Tensor:
         """Clip the gradients and return their norm before that, over all ranks."""

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_train.train.bad_step_policy import BadStepLimits, BadStepPolicy, BadStepState, StepAction
+from nsa_train.config.schema import TrainConfig
+from nsa_train.train.engine.nan_guard import BadStepPolicy, BadStepState, StepAction
 
 NAN, INF = math.nan, math.inf
 STEP, SKIP, BACK = StepAction.STEP, StepAction.SKIP, StepAction.ROLL_BACK
@@ -24,12 +25,16 @@ def acts(policy, losses, start=1):
 @pytest.mark.parametrize(
     ("limits", "losses", "expected"),
     [
-        (BadStepLimits(), [3.0, 1e30, -5.0], [STEP] * 3),
-        (BadStepLimits(max_skipped=3), [3, NAN, 3, INF, 3, -INF, NAN], [STEP, SKIP, STEP, SKIP, STEP, SKIP, BACK]),
-        (BadStepLimits(max_skipped=0), [3, NAN], [STEP, BACK]),
+        (TrainConfig(), [3.0, 1e30, -5.0], [STEP] * 3),
+        (TrainConfig(max_skipped=3), [3, NAN, 3, INF, 3, -INF, NAN], [STEP, SKIP, STEP, SKIP, STEP, SKIP, BACK]),
+        (TrainConfig(max_skipped=0), [3, NAN], [STEP, BACK]),
         # Steps long past do not count any more: of any 4 steps only one was bad.
-        (BadStepLimits(max_skipped=1, window=4), [NAN, 3, 3, 3, NAN, 3, 3, 3, NAN], [SKIP, *[STEP] * 3] * 2 + [SKIP]),
-        (BadStepLimits(max_skipped=1, window=4), [NAN, 3, 3, NAN], [SKIP, STEP, STEP, BACK]),
+        (
+            TrainConfig(max_skipped=1, skip_window=4),
+            [NAN, 3, 3, 3, NAN, 3, 3, 3, NAN],
+            [SKIP, *[STEP] * 3] * 2 + [SKIP],
+        ),
+        (TrainConfig(max_skipped=1, skip_window=4), [NAN, 3, 3, NAN], [SKIP, STEP, STEP, BACK]),
     ],
 )
 def test_table(limits, losses, expected):
@@ -51,7 +56,7 @@ def test_table(limits, losses, expected):
     ],
 )
 def test_either_number_can_make_a_step_bad_and_only_upwards(loss, norm, act):
-    policy = BadStepPolicy(BadStepLimits(spike_sigma=6, window=16))
+    policy = BadStepPolicy(TrainConfig(spike_sigma=6, skip_window=16))
     for step in range(1, 17):
         wave = 0.1 * (-1) ** step
         assert policy.decide(step, 3 + wave, 1 + wave).action == STEP
@@ -61,30 +66,30 @@ def test_either_number_can_make_a_step_bad_and_only_upwards(loss, norm, act):
 
 
 def test_spikes_need_half_a_window_to_be_told():
-    policy = BadStepPolicy(BadStepLimits(spike_sigma=6, window=16))
+    policy = BadStepPolicy(TrainConfig(spike_sigma=6, skip_window=16))
     assert acts(policy, [3.0, 3.1, 3.0, 3.1, 3.0, 3.1, 3.0, 1000.0]) == [STEP] * 8
 
 
 def test_a_window_without_spread_tells_no_spike():
-    policy = BadStepPolicy(BadStepLimits(spike_sigma=6, window=16))
+    policy = BadStepPolicy(TrainConfig(spike_sigma=6, skip_window=16))
     assert acts(policy, [3.0] * 16 + [3.0001]) == [STEP] * 17
 
 
 def test_a_spike_does_not_hide_the_next_one():
-    policy = BadStepPolicy(BadStepLimits(spike_sigma=6, window=16))
+    policy = BadStepPolicy(TrainConfig(spike_sigma=6, skip_window=16))
     acts(policy, [3.0, 3.1] * 8)
     assert acts(policy, [1e30, 5.0], start=17) == [SKIP, SKIP]
 
 
 def test_a_lasting_change_of_level_becomes_normal():
-    policy = BadStepPolicy(BadStepLimits(spike_sigma=6, window=16, max_skipped=FREE))
+    policy = BadStepPolicy(TrainConfig(spike_sigma=6, skip_window=16, max_skipped=FREE))
     acts(policy, [3.0, 3.1] * 8)
     assert STEP in acts(policy, [4.0] * 16, start=17)
 
 
 @given(st.lists(st.tuples(finite, finite), max_size=60), st.lists(st.integers(0, 60)), st.sampled_from([0.0, 2.0]))
 def test_one_nan_changes_nothing_for_the_steps_after_it(numbers, places, sigma):
-    limits = BadStepLimits(max_skipped=FREE, window=8, spike_sigma=sigma)
+    limits = TrainConfig(max_skipped=FREE, skip_window=8, spike_sigma=sigma)
     calm, hit = BadStepPolicy(limits), BadStepPolicy(limits)
     for step, (loss, norm) in enumerate(numbers):
         for _ in range(places.count(step)):
@@ -96,7 +101,7 @@ def test_one_nan_changes_nothing_for_the_steps_after_it(numbers, places, sigma):
 
 @given(st.lists(st.tuples(anything, anything), max_size=60), st.integers(0, 60), st.integers(0, 5), st.integers(1, 9))
 def test_it_goes_on_from_json_as_if_never_stopped(numbers, cut, max_skipped, window):
-    limits = BadStepLimits(max_skipped, window=window, spike_sigma=2)
+    limits = TrainConfig(max_skipped=max_skipped, skip_window=window, spike_sigma=2)
     whole, first = BadStepPolicy(limits), BadStepPolicy(limits)
     expected = [whole.decide(step, *pair) for step, pair in enumerate(numbers)]
     said = [first.decide(step, *pair) for step, pair in enumerate(numbers[:cut])]
@@ -110,7 +115,7 @@ def test_it_goes_on_from_json_as_if_never_stopped(numbers, cut, max_skipped, win
 
 
 def test_going_back_leaves_out_every_batch_since_and_forgives_the_skips():
-    policy = BadStepPolicy(BadStepLimits(max_skipped=1))
+    policy = BadStepPolicy(TrainConfig(max_skipped=1))
     acts(policy, [3.0, 3.1, NAN])
     then = policy.state
     assert acts(policy, [3.0, NAN], start=4) == [STEP, BACK]
@@ -127,7 +132,7 @@ def test_going_back_leaves_out_every_batch_since_and_forgives_the_skips():
 
 
 def test_it_does_not_go_back_without_hope():
-    policy = BadStepPolicy(BadStepLimits(max_rollbacks=2))
+    policy = BadStepPolicy(TrainConfig(max_rollbacks=2))
     assert "no checkpoint" in policy.why_not_back_to(None)
     policy.roll_back(9, 5, BadStepState())
     assert "step 5" in policy.why_not_back_to(5)
