@@ -41,7 +41,6 @@ LAYERS = (*TRAINER_LAYERS, *LIBRARY_LAYERS)
 # Packages of one row do not import each other, and none imports one above, with these exceptions.
 NEIGHBOURS = {
     ("vllm", "hf"),  # vLLM reads a model's config with Transformers
-    ("kernels", "check"),  # the registry looks up the verdict on Triton when a GPU first needs it
     ("check", "bench"),  # the GPU check times
     ("bench", "check"),  # the benchmark withholds ratios by the errors and limits of all checks
 }
@@ -65,7 +64,7 @@ READS_ENVIRONMENT = (
     "nsa_train.storage",  # only sets
     "nsa_train.data.tokenizer",  # only sets
     "nsa_train.cli.startup",  # only sets, for OpenMP
-    "nsa.check.self_check",  # only passes it on, to a child process
+    "nsa.kernels.self_check",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -198,7 +197,7 @@ def test_every_module_keeps_the_directions() -> None:
         ("nsa.core.rope", "def f():\n    import nsa.model"),
         ("nsa.core.rope", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nsa_train.config import X"),
         ("nsa.core.rope", "import importlib\nimportlib.import_module('nsa_train.train')"),
-        ("nsa.core.rope", "import pkgutil\npkgutil.resolve_name('nsa.check.self_check:verify')"),
+        ("nsa.core.rope", "import pkgutil\npkgutil.resolve_name('nsa.check.prove:prove')"),
         ("nsa_train.config.load", "from nsa_train.cli import main"),
         ("nsa_train.data.document_stream", "from nsa_train.record import heartbeat_record"),
         ("nsa.errors", "from nsa.kernels import registry"),

@@ -14,10 +14,10 @@ from nsa.kernels.registry import (
     BackendRequest,
     KernelBackend,
     KernelShape,
-    KernelVerdict,
     check_names,
     plan,
 )
+from nsa.kernels.self_check import KernelVerdict
 from tests.shapes import attention_args
 
 CPU, SHAPE = torch.device("cpu"), KernelShape(2, 6, 64, 64, Geometry(l=32, d=16, l_sel=64, n_sel=16, w=512))

@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from nsa.kernels import registry
-from nsa.kernels.registry import BACKENDS, KernelVerdict
+from nsa.kernels.registry import BACKENDS
+from nsa.kernels.self_check import KernelVerdict
 from nsa_train.cli.main import app
 
 

@@ -22,11 +22,11 @@ from nsa.check.cases import BACKEND, CheckSizes, KernelCase, on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, bounded, fact, needs_gpu, worst
 from nsa.check.gpu_check_report import GpuCheck, MeasuredTable
 from nsa.check.prove import error_under_autocast
-from nsa.check.self_check import CheckRequest, RecordStore, key_for, recorded, verify
 from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.registry import BACKENDS, BRANCHES
+from nsa.kernels.self_check import CheckRequest, RecordStore, key_for, recorded, verify
 
 _AUTOCAST_BACKENDS = (BACKEND, "portable")
 _REHEARSED_PARTS = ("sliding", "mix, 3 gates per group in float32")  # quick when interpreted

@@ -6,16 +6,19 @@ where every bit must be the same.
 B batch · S queries · G kv groups · R heads per group · X gates per group · V value dim
 """
 
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from nsa.check.cases import KernelCase
+from nsa.check.cases import BACKEND, SMALL_PIECE, KernelCase, self_check_case
 from nsa.check.comparison import (
     SELECTION_LIMIT,
     CheckResult,
@@ -28,10 +31,16 @@ from nsa.check.comparison import (
 )
 from nsa.check.decode_case import DecodeCase, MergedDecodeCase
 from nsa.check.kernel_call import ALL_NAMES, CPU, NAMES, KernelCall
+from nsa.child_process import answer_parent
+from nsa.geometry import Geometry
 from nsa.kernels import reference
+from nsa.kernels.cpu.build import set_cache_folder
+from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BACKENDS, Mixing
+from nsa.kernels.triton.tile_store import set_tuning
 
 ATTENTION = ("compressed", "selected", "sliding")
+_MOST_THREADS = 16  # of the compiler and of the reference
 
 
 class CheckedPart(NamedTuple):
@@ -180,3 +189,46 @@ def compile_ahead(parts: Iterable[CheckedPart], threads: int) -> None:
                 part.run()
         finally:
             JITFunction.run = launch
+
+
+def main() -> None:
+    """Run as the child of `nsa.kernels.self_check`: compile the kernels, compare them, and send each figure at once."""
+    answer_parent(_check_kernels)
+
+
+def _check_kernels(write: Callable[..., None], **request: Any) -> None:
+    """`request`: `CheckRequest.arguments`."""
+    began = time.perf_counter()
+    device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
+    set_cache_folder(Path(request["folder"]))
+    set_tuning(request["tuned"])
+    torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.set_num_threads(min(_MOST_THREADS, len(os.sched_getaffinity(0))))  # the other processes of a node wait
+        torch.cuda.set_device(device)
+        seen = torch.cuda.get_device_name(device)
+        if seen != request["gpu"]:
+            raise RuntimeError(f"{device} is {seen} in the child process and {request['gpu']} in its parent")
+    else:
+        from nsa.kernels.triton import block_index
+
+        block_index.PIECE = SMALL_PIECE
+    groups, heads, d_k, d_v = request["shape"]
+    shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(request["geometry"]))
+    case = self_check_case(shape, small=not on_gpu)
+    write(kind="seconds", what="start", seconds=time.perf_counter() - began)
+    every = parts(case, device, dtype, BACKEND)
+    chosen = [part for part in every if not request["parts"] or part.name in request["parts"]]
+    if on_gpu and not request["tuned"]:
+        began = time.perf_counter()
+        write(kind="begin", part="compiling")
+        compile_ahead(chosen, _MOST_THREADS)
+        write(kind="seconds", what="compiling", seconds=time.perf_counter() - began)
+    for part in chosen:
+        began = time.perf_counter()
+        write(kind="begin", part=part.name)
+        results = check_part(part, device)
+        write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
+        write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
+    write(kind="done")

@@ -1,7 +1,6 @@
 """Backend registry: selects a kernel backend per branch at construction and records why. Never substitutes one."""
 
 import functools
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from nsa.kernels.interface import KernelShape as KernelShape
 from nsa.kernels.interface import TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
+from nsa.kernels.self_check import KernelVerdict, triton_verdict
 
 warm_up_vector_math()
 
@@ -40,25 +40,6 @@ class BackendRequest(NamedTuple):
 
 RequestedKernels = str | Mapping[str, str] | BackendRequest
 """One backend for all branches, or a backend for some of them."""
-
-
-@dataclass(frozen=True)
-class KernelVerdict:
-    """Whether a backend passed its check on a device."""
-
-    passed: bool
-    reason: str
-    """Why not; empty if it passed."""
-    evidence: str = ""
-    """The record's file, if there is one."""
-    checked: bool = True
-    """False: there was no GPU to check it on."""
-
-    @property
-    def summary(self) -> str:
-        """Why it is not used, in one line."""
-        evidence = f" (evidence: {self.evidence})" if self.evidence else ""
-        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else self.reason
 
 
 @dataclass(frozen=True)
@@ -125,12 +106,6 @@ def _any_floating_point(branch: str, device: torch.device, dtype: torch.dtype, s
     return None if dtype.is_floating_point else f"it computes floating point, not {dtype}"
 
 
-def _verdict_on_triton(device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelVerdict:
-    """The verdict of `nsa.check`, which is looked up when a GPU first needs it: kernels import nothing of it."""
-    verdict: KernelVerdict = pkgutil.resolve_name("nsa.check.self_check:triton_verdict")(device, dtype, shape)
-    return verdict
-
-
 # In order of preference.
 BACKENDS: dict[str, KernelBackend] = {
     backend.name: backend
@@ -148,7 +123,7 @@ BACKENDS: dict[str, KernelBackend] = {
             ops.bind("triton", triton),
             triton.why_not,
             by_default=False,
-            verify=_verdict_on_triton,
+            verify=triton_verdict,
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),

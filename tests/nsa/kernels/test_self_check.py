@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa.check.comparison import bounded
-from nsa.check.self_check import (
+from nsa.geometry import Geometry
+from nsa.kernels.interface import KernelShape
+from nsa.kernels.self_check import (
     CheckKey,
     CheckRecord,
     CheckRequest,
+    KernelError,
+    KernelVerdict,
     RecordStore,
     clean_environment,
     key_for,
@@ -27,9 +30,6 @@ from nsa.check.self_check import (
     verify,
     warning_text,
 )
-from nsa.geometry import Geometry
-from nsa.kernels.interface import KernelShape
-from nsa.kernels.registry import KernelVerdict
 from proofs.planting.source_tree import SourceTree
 from tests.mutations import load_table
 
@@ -42,8 +42,8 @@ MIX = "mix, 3 gates per group in float32"  # the part that is fastest when inter
 PROGRAM = """
 import sys
 from pathlib import Path
-from nsa.check.self_check import verify
-from tests.nsa.check.test_self_check import request
+from nsa.kernels.self_check import verify
+from tests.nsa.kernels.test_self_check import request
 print(verify(request(Path(sys.argv[1]), *sys.argv[2:])))
 """
 
@@ -79,7 +79,7 @@ def planted(tmp_path: Path, module: str, code: str) -> Path:
 
 
 def wrong(record: CheckRecord) -> set[str]:
-    return {figure.claim for figure in record.figures if not figure.holds}
+    return {figure.name for figure in record.figures if not figure.holds}
 
 
 FORWARD = """
@@ -96,7 +96,7 @@ def test_right_kernels_pass_and_the_record_is_read_afterwards(tmp_path, caplog):
     record = checked(tmp_path, MIX)
     assert record.passed
     assert record.reason == ""
-    assert {f"{MIX} out", f"{MIX} dgates", f"{MIX} dsliding"} <= {figure.claim for figure in record.figures}
+    assert {f"{MIX} out", f"{MIX} dgates", f"{MIX} dsliding"} <= {figure.name for figure in record.figures}
     assert record.seconds["all"] > 0
     assert "checking Triton kernels on interpreter" in caplog.text
     caplog.clear()
@@ -135,7 +135,7 @@ def with_worker(tmp_path: Path, line: str) -> Path:
     folder.mkdir(parents=True)
     for package in (folder, folder.parent):
         (package / "__init__.py").write_text("")
-    (folder / "self_check.py").write_text(WORKER.format(line=line))
+    (folder / "kernel_checks.py").write_text(WORKER.format(line=line))
     return tmp_path / "other"
 
 
@@ -269,7 +269,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
 
 
 KEY = CheckKey("NVIDIA A100", "sm_80", "535.1", "CUDA 13.0", "2.13.0", "3.7.1", "abc", [2, 6, 64, 64], [32, 16], "bf16")
-RIGHT = CheckRecord(KEY, True, "", [bounded("sliding out", 1e-7, 1e-5)], {"all": 1.0})
+RIGHT = CheckRecord(KEY, True, "", [KernelError("sliding out", 1e-7, 1e-5)], {"all": 1.0})
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CheckKey)])
@@ -313,7 +313,7 @@ def test_what_is_no_record_is_ignored_with_a_warning(tmp_path, text, caplog):
 
 def test_a_record_that_says_passed_with_figures_that_do_not_hold_is_ignored(tmp_path):
     store = RecordStore(tmp_path, KEY)
-    store.write(dataclasses.replace(RIGHT, figures=[bounded("sliding out", float("nan"), 1e-5)]))
+    store.write(dataclasses.replace(RIGHT, figures=[KernelError("sliding out", float("nan"), 1e-5)]))
     assert store.read() is None
     store.write(dataclasses.replace(RIGHT, figures=[]))
     assert store.read() is None
@@ -383,4 +383,4 @@ def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_way_out():
 
 def test_logging_of_this_module_is_seen_without_configuration():
     """Warnings reach stderr where nobody configured logging."""
-    assert logging.getLogger("nsa.check.self_check").getEffectiveLevel() <= logging.WARNING
+    assert logging.getLogger("nsa.kernels.self_check").getEffectiveLevel() <= logging.WARNING

@@ -3,7 +3,7 @@
 Records are JSON files in the kernel cache folder (runtime.kernel_cache), one per GPU, driver, versions, sources, shape
 and dtype. A file's name holds a hash of that key, and the file the key itself. One process checks while the others wait
 for the lock and then read. Every process logs a failed verdict once. The check covers the run's shape and dtype, with
-and without autocast. `main` is what the child runs.
+and without autocast. The child runs `nsa.check.kernel_checks.main`: this module starts it by name and imports no check.
 """
 
 import hashlib
@@ -12,34 +12,34 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from nsa.check.comparison import CheckResult, bounded
-from nsa.child_process import ChildFailed, ChildProcess, answer_parent
+from nsa.child_process import ChildFailed, ChildProcess
 from nsa.errors import ConfigError
 from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
-from nsa.kernels.cpu.build import cache_folder, set_cache_folder
+from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 from nsa.kernels.interface import KernelShape
-from nsa.kernels.registry import KernelVerdict
-from nsa.kernels.triton.tile_store import set_tuning, tunes
+from nsa.kernels.triton.tile_store import tunes
 
 _log = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parents[1]
 """The folder of `nsa`, which the child imports too."""
 _SOURCES = (
-    *(f"kernels/{name}" for name in ("triton", "ops.py", "interface.py", "precision.py", "reference.py")),
-    *(f"check/{name}.py" for name in ("self_check", "cases", "comparison", "decode_case", "kernel_call")),
-    "check/kernel_checks.py",
+    *(
+        f"kernels/{name}"
+        for name in ("triton", "ops.py", "interface.py", "precision.py", "reference.py", "self_check.py")
+    ),
+    *(f"check/{name}.py" for name in ("cases", "comparison", "decode_case", "kernel_call", "kernel_checks")),
 )
 """What a record is no longer true for when it changes."""
 _RETRY_AFTER_S = 600.0
@@ -51,7 +51,6 @@ _SILENCE_TIMEOUT_S = 300.0
 _TUNED_SILENCE_TIMEOUT_S = 3600.0
 _PROGRESS_S = 2.0
 _MOST_LINES = 60
-_MOST_THREADS = 16  # of the compiler and of the reference
 _RERUN = "nsa gpu-check --only self-check"
 _HINTS = {
     "busy or unavailable": "Another process holds the GPU: in compute mode EXCLUSIVE_PROCESS a check cannot run beside "
@@ -67,8 +66,27 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "NSA_")
 # The child must import this very package, wherever it was started; other modules are found as usual.
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); import nsa; del sys.path[0]; "
-    "from nsa.check.self_check import main; main()"
+    "from nsa.check.kernel_checks import main; main()"
 )
+
+
+@dataclass(frozen=True)
+class KernelVerdict:
+    """Whether a backend passed its check on a device."""
+
+    passed: bool
+    reason: str
+    """Why not; empty if it passed."""
+    evidence: str = ""
+    """The record's file, if there is one."""
+    checked: bool = True
+    """False: there was no GPU to check it on."""
+
+    @property
+    def summary(self) -> str:
+        """Why it is not used, in one line."""
+        evidence = f" (evidence: {self.evidence})" if self.evidence else ""
+        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else self.reason
 
 
 @dataclass(frozen=True)
@@ -95,12 +113,33 @@ class CheckKey:
 
 
 @dataclass(frozen=True)
+class KernelError:
+    """The error of one result of a kernel, and the most that it may be."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """NaN does not."""
+        return self.error <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.error:.3g} (at most {self.limit:.3g})"
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        return cls(content["name"], float(content["error"]), float(content["limit"]))
+
+
+@dataclass(frozen=True)
 class CheckRecord:
     key: CheckKey
     passed: bool
     reason: str
     """Why it failed; empty if it passed."""
-    figures: list[CheckResult]
+    figures: list[KernelError]
     seconds: dict[str, float]
     output: list[str] = field(default_factory=list)
     """The last lines of the child's output, its traceback among them, if it failed."""
@@ -109,8 +148,8 @@ class CheckRecord:
     """Failed for want of memory or because the GPU was busy."""
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "CheckRecord":
-        figures = [bounded(figure["name"], figure["error"], figure["limit"]) for figure in content["figures"]]
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        figures = [KernelError.from_json(each) for each in content["figures"]]
         record = cls(**{**content, "key": CheckKey(**content["key"]), "figures": figures})
         if not isinstance(record.passed, bool) or not isinstance(record.reason, str):
             raise TypeError("no verdict")
@@ -119,8 +158,7 @@ class CheckRecord:
         return record
 
     def to_json(self) -> str:
-        figures = [dict(name=figure.claim, error=figure.measured, limit=figure.limit) for figure in self.figures]
-        return json.dumps(asdict(self) | {"figures": figures}, indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 class RecordStore:
@@ -284,7 +322,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
         "checking Triton kernels on %s, %s (once per GPU, driver and version; about %d s)", key.gpu, key.dtype, _ABOUT_S
     )
     began = said = time.monotonic()
-    figures: list[CheckResult] = []
+    figures: list[KernelError] = []
     seconds: dict[str, float] = {}
     part, done, why, lines = "start", False, "", []
     command = ("-P", "-c", _PROGRAM, str(request.package.parent))
@@ -299,7 +337,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
                                 said = time.monotonic()
                                 _log.warning("checking Triton kernels: %s, %.0f s so far", part, said - began)
                         case {"kind": "figures", "figures": list(compared)}:
-                            figures += [bounded(each["name"], each["error"], each["limit"]) for each in compared]
+                            figures += map(KernelError.from_json, compared)
                         case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
                             seconds[what] = round(took, 2)
                         case {"kind": "done"}:
@@ -315,7 +353,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
 
 
 def _record(
-    key: CheckKey, figures: list[CheckResult], seconds: dict[str, float], lines: list[str], part: str, why: str
+    key: CheckKey, figures: list[KernelError], seconds: dict[str, float], lines: list[str], part: str, why: str
 ) -> CheckRecord:
     wrong = [figure for figure in figures if not figure.holds]
     hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), "") if why else ""
@@ -344,48 +382,3 @@ def clean_environment(*, interpret: bool) -> dict[str, str]:
         if name not in (*_LAUNCHER_VARIABLES, "TRITON_INTERPRET") and not name.startswith(_LAUNCHER_PREFIXES)
     }
     return environment | ({"TRITON_INTERPRET": "1"} if interpret else {})
-
-
-def main() -> None:
-    """Check in the child: compile the kernels, compare them, and send each figure at once."""
-    answer_parent(_check_kernels)
-
-
-def _check_kernels(write: Callable[..., None], **request: Any) -> None:
-    """`request`: `CheckRequest.arguments`."""
-    from nsa.check import cases, kernel_checks  # in the child alone: the parent only reads verdicts
-
-    began = time.perf_counter()
-    device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
-    set_cache_folder(Path(request["folder"]))
-    set_tuning(request["tuned"])
-    torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.set_num_threads(min(_MOST_THREADS, len(os.sched_getaffinity(0))))  # the other processes of a node wait
-        torch.cuda.set_device(device)
-        seen = torch.cuda.get_device_name(device)
-        if seen != request["gpu"]:
-            raise RuntimeError(f"{device} is {seen} in the child process and {request['gpu']} in its parent")
-    else:
-        from nsa.kernels.triton import block_index
-
-        block_index.PIECE = cases.SMALL_PIECE
-    groups, heads, d_k, d_v = request["shape"]
-    shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(request["geometry"]))
-    case = cases.self_check_case(shape, small=not on_gpu)
-    write(kind="seconds", what="start", seconds=time.perf_counter() - began)
-    every = kernel_checks.parts(case, device, dtype, cases.BACKEND)
-    parts = [part for part in every if not request["parts"] or part.name in request["parts"]]
-    if on_gpu and not request["tuned"]:
-        began = time.perf_counter()
-        write(kind="begin", part="compiling")
-        kernel_checks.compile_ahead(parts, _MOST_THREADS)
-        write(kind="seconds", what="compiling", seconds=time.perf_counter() - began)
-    for part in parts:
-        began = time.perf_counter()
-        write(kind="begin", part=part.name)
-        results = kernel_checks.check_part(part, device)
-        write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
-        write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
-    write(kind="done")
