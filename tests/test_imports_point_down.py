@@ -222,7 +222,7 @@ def test_every_module_keeps_the_directions() -> None:
         ("nsa_train.watch.watchdog", "from nsa_train.train import build"),
         ("nsa_train.train.run", "def f():\n    from nsa_train.watch.health import examine"),
         ("nsa_train.record.run_data", "from nsa_train.watch.run_reader import RunReader"),
-        ("nsa.check.gpu_check_speed", "from proofs.perf_model import predict"),
+        ("nsa.check.gpu_check", "from proofs.perf_model import predict"),
         ("nsa_train.cli.bench", "import importlib\nimportlib.import_module('proofs.perf_model')"),
         ("nsa.core.rope", "import os\nos.environ['NSA_X']"),
         ("nsa.core.rope", "import os\nos.getenv('NSA_X')"),

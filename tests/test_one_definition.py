@@ -136,10 +136,10 @@ USE_OF_THE_METRIC = f"""
 import runpy
 from pathlib import Path
 from nsa_train import names
-from nsa_train.watch.run_metrics import HELP, samples
+from nsa_train.watch.exporter import HELP, samples
 from nsa_train.record.heartbeat_record import HeartbeatRecord, read_beats
 from nsa_train.record.record_files import JsonLines
-from nsa_train.record.metric_writers import TRAINING_COLUMNS, tracked_numbers
+from nsa_train.train.metric_writers import TRAINING_COLUMNS, tracked_numbers
 from nsa_train.watch.view.monitor_frame import frame
 from nsa_train.watch.view.run_report import render as report, render_comparison as compare
 from nsa_train.watch.run_reader import ClockReading, load

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nsa_train.watch import run_metrics
+from nsa_train.watch import exporter
 from nsa_train.watch.conditions import CONDITIONS, EXPORTER_DOWN, REFRESH, HealthLimits, alert_name, alert_rules
 from tests.ops.needs import programs
 
@@ -40,7 +40,7 @@ def test_every_condition_has_its_alert_and_there_is_no_other():
 
 def test_rules_use_figures_that_are_served():
     used = set(re.findall(r"\bnsa_\w+", " ".join(rule["expr"] for rule in alerts(alert_rules()).values())))
-    assert used <= run_metrics.HELP.keys()
+    assert used <= exporter.HELP.keys()
     assert used == {"nsa_findings", "nsa_rank_findings"}
 
 

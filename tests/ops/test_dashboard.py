@@ -10,7 +10,7 @@ from itertools import combinations
 
 import yaml
 
-from nsa_train.watch import run_metrics
+from nsa_train.watch import exporter
 from tests.ops.test_alert_rules import OPS, promtool
 
 FOLDER = OPS / "grafana"
@@ -46,8 +46,8 @@ def test_every_expression_parses(tmp_path):
 def test_every_figure_is_served_and_every_gauge_is_shown():
     queries = [variable["definition"] for variable in DASHBOARD["templating"]["list"] if "definition" in variable]
     used = set(re.findall(r"\bnsa_\w+", " ".join([*EXPRESSIONS, *queries])))
-    assert used <= run_metrics.HELP.keys()
-    assert {gauge.name for gauge in run_metrics.GAUGES.values()} <= used
+    assert used <= exporter.HELP.keys()
+    assert {gauge.name for gauge in exporter.GAUGES.values()} <= used
 
 
 def test_run_and_rank_are_chosen_at_the_top():

@@ -15,7 +15,7 @@ from nsa.core.selection_quality import SelectionProbe
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels import reference
-from nsa.kernels.cpu.decoder import CpuDecoder
+from nsa.kernels.cpu import CpuDecoder
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.backends import RUN_HERE

@@ -16,8 +16,7 @@ from torch import Tensor
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import NSAError
 from nsa.geometry import Geometry
-from nsa.kernels.cpu import library
-from nsa.kernels.cpu.decoder import CpuDecoder
+from nsa.kernels.cpu import CpuDecoder, library
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.nsa.core.hostile_arguments import ATTACKS
 from tests.nsa.core.test_against_oracle import cases

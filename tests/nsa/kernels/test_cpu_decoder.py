@@ -5,7 +5,7 @@ import torch
 
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
-from nsa.kernels.cpu.decoder import CpuDecoder
+from nsa.kernels.cpu import CpuDecoder
 from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, one_page_per_row
 from tests.nsa.kernels.paged_keys import scattered
 from tests.shapes import attention_args

@@ -14,8 +14,8 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.record.events import EventKind, add_event, read_events
 from nsa_train.record.halt_file import read
-from nsa_train.record.metric_writers import TRAINING_COLUMNS, CsvFile
 from nsa_train.record.record_files import JsonLines
+from nsa_train.train.metric_writers import TRAINING_COLUMNS, CsvFile
 from nsa_train.watch.conditions import CONDITIONS
 from nsa_train.watch.run_reader import RunReader
 from tests.nsa_train.record.beats import a_beat, a_run

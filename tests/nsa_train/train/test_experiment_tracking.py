@@ -9,7 +9,7 @@ from nsa.errors import ConfigError
 from nsa_train.config import load
 from nsa_train.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa_train.record.heartbeat_record import read_beats
-from nsa_train.train.experiment_tracking import BackgroundLogger, TrackerIds, start_tracking
+from nsa_train.train.metric_writers import BackgroundLogger, TrackerIds, start_tracking
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 
@@ -63,7 +63,7 @@ def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
 
 
 def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
-    monkeypatch.setattr("nsa_train.train.experiment_tracking._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
     logger = BackgroundLogger(Service(slow=hang), warnings.append)
     for step in range(3000):
@@ -76,7 +76,7 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
 
 def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
     """Too few records to fill the queue, and no error yet: without a warning they would be missed by nobody."""
-    monkeypatch.setattr("nsa_train.train.experiment_tracking._CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
     logger = BackgroundLogger(Service(slow=hang), warnings.append)
     logger.log(1, {})
@@ -87,7 +87,7 @@ def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
 
 @pytest.mark.parametrize(("key", "package"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
 def test_a_tracker_that_is_not_installed_is_refused_on_every_rank(tmp_path, monkeypatch, key, package):
-    monkeypatch.setattr("nsa_train.train.experiment_tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("nsa_train.train.metric_writers.find_spec", lambda name: None)
     config = load(write_config(tmp_path), overrides=[f"track.{key}=x"])
     for first in (True, False):
         with pytest.raises(ConfigError, match=rf"track\.{key} .*{package}"):

@@ -28,7 +28,7 @@ from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from nsa_train.record.run_folder import RunFolder
-from nsa_train.watch import run_metrics
+from nsa_train.watch import exporter
 from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, SharedScrapes, is_loopback, run_names
 
 SECRET = "hunter2-do-not-tell"
@@ -67,17 +67,17 @@ def test_a_field_without_a_gauge_says_where_its_value_is_or_why_it_is_not_served
     for field in RECORD_FIELDS.values():
         assert (field.gauge is not None) != bool(field.no_gauge), field.name
         named = set(re.findall(r"nsa_\w+", field.no_gauge))
-        assert named <= run_metrics.HELP.keys(), field.name
+        assert named <= exporter.HELP.keys(), field.name
 
 
 def test_figures_have_the_values_of_the_last_record_in_base_units(tmp_path):
     served, began = Served(tmp_path / "alpha"), time.time()
     assert served.text() == ""
-    usual = dict.fromkeys(run_metrics.GAUGES, 2)
+    usual = dict.fromkeys(exporter.GAUGES, 2)
     shares = ((0.1, 0.2, 0.7), (0.3, 0.3, 0.4))
     write(tmp_path / "alpha", beat(names.START, 0), beat(step=7, **usual, gate_branch_shares=(0.2, 0.25, 0.55),
           gate_shares_by_layer=shares, kernel_sliding="portable"))  # fmt: skip
-    for gauge in run_metrics.GAUGES.values():
+    for gauge in exporter.GAUGES.values():
         assert served(gauge.name, run="alpha", rank="0", **gauge.labels) == 2 * gauge.scale, gauge
     assert served("nsa_memory_bytes", kind="host_rss") == 2 * 2**20
     assert served("nsa_step", run="alpha", rank="0") == 7
@@ -128,8 +128,8 @@ def test_a_skipped_step_is_counted_and_its_loss_is_not_the_runs(tmp_path):
 def test_the_state_is_what_the_last_words_say(tmp_path, words, state):
     write(tmp_path, *(beat(word, step, loss=1.0) for step, word in enumerate(words)))
     served = Served(tmp_path)
-    states = {name: served("nsa_run_state", state=name) for name in run_metrics.STATES}
-    assert states == {name: float(name == state) for name in run_metrics.STATES}
+    states = {name: served("nsa_run_state", state=name) for name in exporter.STATES}
+    assert states == {name: float(name == state) for name in exporter.STATES}
     ended = state in ("halted", "stopped", "done", "failed")
     assert (served("nsa_heartbeat_limit_seconds") is None) == ended
     assert (served("nsa_loss_nats") is None) == (state in ("starting", "stopped", "done"))

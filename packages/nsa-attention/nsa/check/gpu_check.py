@@ -1,23 +1,31 @@
 """The checks of `nsa gpu-check`, and their runner: a child process, restarted after an exception, crash or hang.
 
 Subjects select from the table of cases: every kernel against the reference in fp64 (parity), kernels under autocast,
-and the module against itself. The child is this module as a program (`nsa.child_process`).
+the module against itself, and speed beside dense attention and the modelled time. The child is this module as a program
+(`nsa.child_process`).
 """
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench.case import SHAPES, TORCH_DTYPES
-from nsa.bench.machine import describe_device, describe_machine, triton_version
-from nsa.check import gpu_check_speed, kernel_checks, module_checks
+from nsa.bench import report
+from nsa.bench.case import SHAPES, TORCH_DTYPES, BenchTask
+from nsa.bench.implementations import all_implementations
+from nsa.bench.machine import available_cores, describe_device, describe_machine, pinned, triton_version
+from nsa.bench.measurement import BenchMeasurement, choose_implementations, measure
+from nsa.bench.memory import measure_memory
+from nsa.bench.predictions import predictions
+from nsa.bench.roofline import MachinePeaks, measure_peaks
+from nsa.check import kernel_checks, module_checks
 from nsa.check.cases import BACKEND, CheckSizes, KernelCase, on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, bounded, fact, needs_gpu, worst
 from nsa.check.gpu_check_report import GpuCheck, MeasuredTable
@@ -27,9 +35,11 @@ from nsa.errors import ConfigError
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.registry import BACKENDS, BRANCHES
 from nsa.kernels.self_check import CheckRequest, RecordStore, key_for, recorded, verify
+from nsa.token_counts import spell
 
 _AUTOCAST_BACKENDS = (BACKEND, "portable")
 _REHEARSED_PARTS = ("sliding", "mix, 3 gates per group in float32")  # quick when interpreted
+_MEMORY_TIMEOUT_S = 600.0
 _EVERY, _FIRST, _LAST = slice(None), slice(1), slice(-1, None)
 
 _MODULE_CHECKS: tuple[tuple[str, str, module_checks.ModuleCheck, slice], ...] = (
@@ -190,6 +200,97 @@ def _long(sizes: CheckSizes) -> Iterator[GpuCheck]:
         yield GpuCheck("long", f"{sizes.long.length} tokens, {dtype}", run)
 
 
+def _speed(sizes: CheckSizes) -> Iterator[GpuCheck]:
+    if not sizes.full:
+        return
+    s, device = sizes.speed, sizes.device.type
+    yield GpuCheck("speed", "peaks", partial(_peaks, sizes))
+    tasks = [
+        BenchTask("attention", s.shape, length, dtype, backward, device=device)
+        for dtype in s.dtypes
+        for length in s.lengths
+        for backward in s.backward
+    ]
+    tasks += [BenchTask("decode", s.shape, n, dtype, device=device) for dtype in s.dtypes for n in s.decode_lengths]
+    for task in tasks:
+        yield GpuCheck("speed", _described(task), partial(_measure, sizes, task))
+    for length in s.memory_lengths:
+        task = BenchTask("attention", s.shape, length, s.dtypes[0], True, device=device)
+        yield GpuCheck("speed", f"memory, {_described(task)}", partial(_memory, sizes, task))
+
+
+def _described(task: BenchTask) -> str:
+    return f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
+
+
+@cache
+def _measured_peaks(sizes: CheckSizes) -> MachinePeaks:
+    return measure_peaks(len(available_cores()), sizes.device)
+
+
+def _peaks(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
+    peaks = _measured_peaks(sizes)
+    line = report.peaks_line(peaks)
+    yield fact("peaks", line.partition(": ")[2])
+    yield MeasuredTable(asdict(peaks), [], [line], "peaks")
+
+
+def _measure(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
+    threads = len(available_cores())
+    peaks = _measured_peaks(sizes) if sizes.is_gpu else None
+    with pinned(threads):
+        measurement = measure(
+            task, choose_implementations([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
+            budget_s=sizes.speed.budget_s, peaks=peaks, log=lambda text: None,
+        )  # fmt: skip
+    model = modelled(task, describe_device(sizes.device)["name"]) if sizes.is_gpu else None
+    record = measurement.to_json() | {"modelled": model}
+    rows = [(*row, _modelled_cell(model) if row[3] == BACKEND else "") for row in report.rows(measurement)]
+    yield MeasuredTable(record, rows, report.notes(measurement))
+    yield _result(measurement, model, sizes)
+
+
+def _result(measurement: BenchMeasurement, model: dict[str, float] | None, sizes: CheckSizes) -> CheckResult:
+    """Holds if the timed implementation is correct; the ratio itself has no limit."""
+    ours = next(entry for entry in measurement.entries if entry.name == BACKEND)
+    claim = f"{_described(measurement.task)}, × dense"
+    if ours.absent or not ours.agreement.agrees:
+        return CheckResult(claim, CheckStatus.FAILS, None, None, ours.absent or ours.agreement.reason)
+    if not sizes.is_gpu:
+        return CheckResult(
+            claim, CheckStatus.HOLDS, None, None, "the output is correct; interpreted kernels are not timed"
+        )
+    took = report.seconds(ours.time_s.median) if ours.time_s else "–"
+    prediction = f"modelled {_modelled_cell(model)}" if model else "not modelled"
+    ratio = ours.ratio.median if ours.ratio else None
+    return CheckResult(claim, CheckStatus.HOLDS, ratio, None, "; ".join(filter(None, (took, prediction, ours.refused))))
+
+
+def _modelled_cell(model: dict[str, float] | None) -> str:
+    return f"{report.seconds(model['seconds'])}, {model['ratio']:.2f}×" if model else "–"
+
+
+def _memory(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
+    measured = measure_memory(
+        all_implementations()[BACKEND], task, sizes.speed.shape_name, threads=len(available_cores()),
+        timeout_s=_MEMORY_TIMEOUT_S,
+    )  # fmt: skip
+    yield MeasuredTable(measured, [report.memory_row(measured)], [], "memory")
+    claim = f"memory above the inputs, {_described(task)}, MiB"
+    verdict = CheckStatus.FAILS if measured["absent"] else CheckStatus.HOLDS
+    yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
+
+
+def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
+    """Modelled seconds, dense seconds and ratio from the table; None for a GPU, shape or operation not in it."""
+    if task.op != "attention" or task.shape != SHAPES["base"]:
+        return None
+    for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
+        if prediction := predictions().get((word, task.length, task.dtype, task.backward)):
+            return prediction
+    return None
+
+
 _SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "environment": _environment,
     "self-check": _self_check,
@@ -202,7 +303,7 @@ _SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "long": _long,
     "devices": partial(_of_module, "devices"),
     "training": partial(_of_module, "training"),
-    "speed": gpu_check_speed.checks,
+    "speed": _speed,
 }
 SUBJECTS = tuple(_SUBJECTS)
 

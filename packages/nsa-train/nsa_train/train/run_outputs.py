@@ -23,14 +23,13 @@ from nsa_train.data.tokenizer import Tokenizer, tokenizer_record
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.record.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, tracked_numbers
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.callbacks.evaluation import EvaluationResult
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback, PathOrStr
 from nsa_train.train.engine.checkpointer import signing_key
-from nsa_train.train.experiment_tracking import start_tracking
+from nsa_train.train.metric_writers import VAL_ACCURACY, VAL_LOSS, MetricWriters, start_tracking, tracked_numbers
 from nsa_train.train.resume import ResumePoint, SettingChange
 from nsa_train.train.start_options import StartOptions
 

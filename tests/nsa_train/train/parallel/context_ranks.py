@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nsa.core.probe import Probe
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
-from nsa_train.train.parallel.context_layout import own_positions, own_tokens
-from nsa_train.train.parallel.context_parallel import context_group
+from nsa_train.train.parallel.context_parallel import context_group, own_positions, own_tokens
 from tests.nsa_train.train.parallel.context_cases import ContextCase
 
 DIM = 24

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from nsa.geometry import Geometry
-from nsa_train.train.parallel.context_layout import own_tokens
-from nsa_train.train.parallel.context_parallel import RowSplit
+from nsa_train.train.parallel.context_parallel import RowSplit, own_tokens
 
 WAYS = [(ranks, zigzag) for ranks in (2, 3, 4, 7) for zigzag in (False, True)]
 

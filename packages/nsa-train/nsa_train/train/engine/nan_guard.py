@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from olmo_core.train import Trainer
 from torch import Tensor
-from torch.optim import Optimizer
 
 from nsa.errors import NonFiniteError
 from nsa_train import names
@@ -307,7 +306,7 @@ class BadStepCallback(Callback):
         self.event_log.add(EventKind.LOST_STEPS, steps=failed_at - self.step, reason=reason)
 
 
-def step_unless_bad(optimizer: Optimizer, bad: Tensor | bool, set_learning_rates: Callable[[], None]) -> None:
+def step_unless_bad(optimizer: Any, bad: Tensor | bool, set_learning_rates: Callable[[], None]) -> None:
     """Make the optimizer's step if it is not bad.
 
     A tensor is that answer on the device: the fused optimizer reads it there and, for 1, leaves weights, moments and

@@ -36,8 +36,7 @@ from nsa.model.loss import IGNORE, ScoreSums, linear_cross_entropy, linear_score
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import freeze_others
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions, fill
-from nsa_train.train.parallel.context_layout import own_layer_positions, own_tokens
-from nsa_train.train.parallel.context_parallel import ContextGroup
+from nsa_train.train.parallel.context_parallel import ContextGroup, own_layer_positions, own_tokens
 
 SCORE_SUMS = "score_sums"
 """A `loss_reduction` of `ChunkedHead` alone: return `ScoreSums` of the tokens of this rank."""

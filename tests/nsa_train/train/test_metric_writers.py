@@ -7,7 +7,7 @@ import pytest
 from nsa_train import names
 from nsa_train.record import value_checks
 from nsa_train.record.heartbeat_record import CHECKS, HeartbeatRecord
-from nsa_train.record.metric_writers import MetricWriters, tracked_numbers
+from nsa_train.train.metric_writers import MetricWriters, tracked_numbers
 
 pytest.importorskip("tensorboard", reason="part of the train extra")
 
