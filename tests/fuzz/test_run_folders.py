@@ -15,7 +15,7 @@ from nsa_train import names
 from nsa_train.record import value_checks
 from nsa_train.record.events import parse_event, read_events
 from nsa_train.record.heartbeat_record import beat_fields, beat_of_fields, last_beat, read_beats
-from nsa_train.record.record_files import LONGEST_LINE, JsonLines, RecordTail
+from nsa_train.record.record_files import _LONGEST_LINE, JsonLines, RecordTail
 from tests.fuzz.campaign import FuzzCampaign
 from tests.fuzz.mutations import json_bytes, mutated_bytes, mutated_json
 from tests.nsa_train.record.damaged import RECORDED, copy_run, damage
@@ -42,7 +42,7 @@ def lines_of(good: list[bytes]) -> st.SearchStrategy[list[Any]]:
 
 
 def content_of(case: list[Any], good: list[bytes]) -> bytes:
-    giant = b"y" * (LONGEST_LINE + 7)
+    giant = b"y" * (_LONGEST_LINE + 7)
     lines = [
         good[line] if isinstance(line, int) else giant if line == GIANT else line.encode("latin-1").replace(b"\n", b" ")
         for line in case

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nsa_train.watch import exporter
-from nsa_train.watch.conditions import CONDITIONS, EXPORTER_DOWN, REFRESH, HealthLimits, alert_name, alert_rules
+from nsa_train.watch.conditions import _EXPORTER_DOWN, _REFRESH, CONDITIONS, HealthLimits, _alert_name, alert_rules
 from tests.ops.needs import programs
 
 OPS = Path(__file__).parents[2] / "ops"
@@ -25,14 +25,14 @@ def alerts(text: str) -> dict[str, dict]:
 
 
 def test_the_rule_file_is_fresh():
-    assert RULE_FILE.read_text(encoding="utf-8") == alert_rules(), f"rules.yml is stale: run `{REFRESH}` and commit it"
+    assert RULE_FILE.read_text(encoding="utf-8") == alert_rules(), f"rules.yml is stale: run `{_REFRESH}` and commit it"
 
 
 def test_every_condition_has_its_alert_and_there_is_no_other():
     rules = alerts(alert_rules())
-    assert rules.keys() == {alert_name(name) for name in (*CONDITIONS, EXPORTER_DOWN)}
+    assert rules.keys() == {_alert_name(name) for name in (*CONDITIONS, _EXPORTER_DOWN)}
     for name, condition in CONDITIONS.items():
-        rule = rules[alert_name(name)]
+        rule = rules[_alert_name(name)]
         assert rule["labels"]["severity"] == condition.level.value
         assert rule["annotations"]["runbook_url"] == f"docs/RUNBOOK.md#{name}"
         assert "{stall" not in rule["annotations"]["summary"]

@@ -5,7 +5,7 @@ The one table of GPUs: planning (`--target`), kernel tuning and the performance 
 
 from dataclasses import dataclass
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+_KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class GpuArchitecture:
 ARCHITECTURES = {
     architecture.name: architecture
     for architecture in (
-        GpuArchitecture("sm_80", 163 * KIB, 164 * KIB),
-        GpuArchitecture("sm_86", 99 * KIB, 100 * KIB, warps_per_unit=48),
-        GpuArchitecture("sm_89", 99 * KIB, 100 * KIB, warps_per_unit=48),
-        GpuArchitecture("sm_90", 227 * KIB, 228 * KIB),
-        GpuArchitecture("sm_100", 227 * KIB, 228 * KIB),
-        GpuArchitecture("sm_120", 99 * KIB, 100 * KIB, warps_per_unit=48),
-        GpuArchitecture("gfx942", 64 * KIB, 64 * KIB, 4 * 512 * 64, 32),
+        GpuArchitecture("sm_80", 163 * _KIB, 164 * _KIB),
+        GpuArchitecture("sm_86", 99 * _KIB, 100 * _KIB, warps_per_unit=48),
+        GpuArchitecture("sm_89", 99 * _KIB, 100 * _KIB, warps_per_unit=48),
+        GpuArchitecture("sm_90", 227 * _KIB, 228 * _KIB),
+        GpuArchitecture("sm_100", 227 * _KIB, 228 * _KIB),
+        GpuArchitecture("sm_120", 99 * _KIB, 100 * _KIB, warps_per_unit=48),
+        GpuArchitecture("gfx942", 64 * _KIB, 64 * _KIB, 4 * 512 * 64, 32),
     )
 }
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from nsa.errors import BrokenRule
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _OPTION = "option"
 
 
@@ -160,7 +160,7 @@ def option_values(config: Any) -> dict[str, Any]:
     return {each.name: attrgetter(".".join(each.path))(config) for each in options_of(type(config))}
 
 
-def from_options(cls: type[T], values: Mapping[str, Any]) -> T:
+def from_options(cls: type[_T], values: Mapping[str, Any]) -> _T:
     """An instance with these values of its options, the others at their defaults. No rule is checked, so that
     `broken_rules` of the result can list them all."""
     own: dict[str, Any] = {}

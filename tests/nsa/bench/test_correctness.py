@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nsa.bench.case import SHAPES, BenchCase, BenchRunner, BenchTask
-from nsa.bench.correctness import check_correctness, choice_error, sampled_rows, short_length
+from nsa.bench.correctness import _choice_error, _sampled_rows, check_correctness, short_length
 from nsa.bench.implementations import DENSE, all_implementations
 from nsa.bench.measurement import choose_implementations, measure
 from nsa.kernels.registry import BACKENDS
@@ -189,15 +189,15 @@ def test_a_choice_of_worse_blocks_is_seen():
         case.q_BSGRK, case.k_BCGK, rows[None], torch.zeros_like(rows)[None],
         geometry=g, scale=case.scale,
     )  # fmt: skip
-    assert choice_error(case, case.k_BCGK, rows, right) == 0
+    assert _choice_error(case, case.k_BCGK, rows, right) == 0
     wrong = right.clone()
     last = wrong[0, -1, 0]
     free = next(j for j in range(1, (LENGTH - 1) // g.l_sel - 1) if j not in last)
     wrong[0, -1, 0] = torch.tensor([0, free, *last[2:].tolist()])
-    assert choice_error(case, case.k_BCGK, rows, wrong) > 1e-3
+    assert _choice_error(case, case.k_BCGK, rows, wrong) > 1e-3
     twice = right.clone()
     twice[0, -1, 0, 1] = twice[0, -1, 0, 2]
-    assert choice_error(case, case.k_BCGK, rows, twice) == float("inf")
+    assert _choice_error(case, case.k_BCGK, rows, twice) == float("inf")
 
 
 def test_a_backend_that_attends_rightly_to_the_wrong_blocks_gets_no_ratio():
@@ -212,7 +212,7 @@ def test_a_backend_that_attends_rightly_to_the_wrong_blocks_gets_no_ratio():
 
 
 def test_the_last_queries_are_always_among_the_sampled():
-    rows = sampled_rows(1000)
+    rows = _sampled_rows(1000)
     assert rows[-1] == 999
     assert rows.unique().numel() == rows.numel()
 

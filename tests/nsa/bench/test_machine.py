@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from nsa.bench.machine import CALIBRATION_S, interleave, ratio, spread
+from nsa.bench.machine import _CALIBRATION_S, interleave, ratio, spread
 
 
 class FakeClock:
@@ -76,7 +76,7 @@ def test_short_calls_are_repeated_within_a_sample_and_counted_per_call():
     clock = FakeClock()
     samples = interleave({"a": clock.subject("a", 0.001)}, budget_s=1, max_rounds=2, repeat=True, now=clock.now)
     assert samples["a"] == pytest.approx([0.001, 0.001])
-    assert len(clock.log) > 2 * CALIBRATION_S / 0.001
+    assert len(clock.log) > 2 * _CALIBRATION_S / 0.001
 
 
 def test_a_ratio_is_taken_within_each_round():

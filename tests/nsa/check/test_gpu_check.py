@@ -19,7 +19,7 @@ from nsa.bench.case import SHAPES, BenchTask
 from nsa.check import gpu_check_report as records
 from nsa.check.cases import on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, blocks_error, bounded
-from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner, modelled
+from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner, _modelled
 from nsa.check.gpu_check_report import GpuCheck, GpuCheckReport, MeasuredTable, read_result
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
@@ -306,14 +306,14 @@ def test_exchanged_blocks_are_judged_in_packed_documents_too():
 
 def test_predictions_are_found_by_the_words_of_the_gpus_name():
     task = BenchTask("attention", SHAPES["base"], 8192, "bf16", device="cuda")
-    prediction = modelled(task, "NVIDIA A100-SXM4-80GB")
+    prediction = _modelled(task, "NVIDIA A100-SXM4-80GB")
     assert prediction is not None
     assert prediction["ratio"] == prediction["dense_seconds"] / prediction["seconds"] > 1
-    assert prediction != modelled(task, "NVIDIA H100 80GB HBM3")
-    assert modelled(task, "AMD Instinct MI300X") is not None
-    assert modelled(task, "NVIDIA T4") is None
-    assert modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
-    assert modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
+    assert prediction != _modelled(task, "NVIDIA H100 80GB HBM3")
+    assert _modelled(task, "AMD Instinct MI300X") is not None
+    assert _modelled(task, "NVIDIA T4") is None
+    assert _modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
+    assert _modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
 
 
 def test_a_device_that_is_not_there_is_refused_with_a_way_out():

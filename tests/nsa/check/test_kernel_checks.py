@@ -11,7 +11,7 @@ import torch
 
 from nsa.bench.case import SHAPES
 from nsa.check import kernel_checks
-from nsa.check.cases import MOST_TOKENS, packed_rows, self_check_case
+from nsa.check.cases import _MOST_TOKENS, _packed_rows, self_check_case
 from nsa.check.comparison import CheckResult, bounded, differing, poisoned_memory, relative_rms
 from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
@@ -27,7 +27,7 @@ SHAPE = KernelShape(2, 3, 24, 16, GEOMETRY)
 
 def figures(shape: KernelShape = SHAPE, dtype: torch.dtype = torch.float32) -> list[CheckResult]:
     case = self_check_case(shape, small=True)
-    return [f for part in kernel_checks.parts(case, CPU, dtype, "cpu") for f in kernel_checks.check_part(part, CPU)]
+    return [f for part in kernel_checks.parts(case, CPU, dtype, "cpu") for f in kernel_checks._check_part(part, CPU)]
 
 
 def wrong(results: list[CheckResult]) -> set[str]:
@@ -136,7 +136,7 @@ def test_random_bits_uninitialised_memory_and_autocast_are_seen(replaced):
 def test_sizes_on_a_gpu_reach_every_path(shape):
     case, g = self_check_case(shape, small=False), shape.geometry
     assert case.length % 16 != 0
-    assert PIECE < case.length <= MOST_TOKENS
+    assert PIECE < case.length <= _MOST_TOKENS
     assert g.n_blocks(case.length) > g.n_sel
     assert case.length > g.w
     assert g.n_compressed(case.length) > 64  # more than one tile of compressed keys
@@ -153,12 +153,12 @@ def test_sizes_on_a_gpu_reach_every_path(shape):
 
 
 def test_a_window_longer_than_any_row_is_not_filled():
-    assert self_check_case(SHAPE._replace(geometry=Geometry(w=100_000)), small=False).length == MOST_TOKENS
+    assert self_check_case(SHAPE._replace(geometry=Geometry(w=100_000)), small=False).length == _MOST_TOKENS
 
 
 def test_positions_are_those_of_packed_documents():
     documents = ((0, 57), (0, 1, 8, 8, 27, 57))
-    got = packed_rows(documents, GEOMETRY)
+    got = _packed_rows(documents, GEOMETRY)
     for row, cumulative in enumerate(documents):
         want = packed_layout(torch.tensor(cumulative), 57, GEOMETRY)
         for mine, its in zip(got, want[:3], strict=True):

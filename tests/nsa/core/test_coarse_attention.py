@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.core.coarse_attention import coarse_keys
+from nsa.core.coarse_attention import _coarse_keys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
@@ -141,7 +141,7 @@ def test_a_million_tokens_read_a_bounded_number_of_entries() -> None:
 def test_coarse_keys_are_means_of_whole_blocks_of_each_document() -> None:
     k_BCGK = torch.arange(11.0)[None, :, None, None]
     first_BS = torch.tensor([[0, 3, 3, 11]])  # documents of three and eight entries, and one without
-    means = coarse_keys(k_BCGK, first_BS, CoarseLevel(2, 3))[0, :, 0, 0]
+    means = _coarse_keys(k_BCGK, first_BS, CoarseLevel(2, 3))[0, :, 0, 0]
     assert means.shape == (5,)
     assert means[0] == 0.5  # entries 0, 1
     assert means[1:5].tolist() == [3.5, 5.5, 7.5, 9.5]  # slot 3 // 2 + j

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from nsa.core import layer_kinds
 from nsa.core.layer_kinds import LAYER_KINDS
-from nsa.core.model_layers import layer_of_kind, layer_parameters
+from nsa.core.model_layers import _layer_parameters, layer_of_kind
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
@@ -105,7 +105,7 @@ def test_global_is_nsa_without_the_gate_of_its_window(options):
     mine = dict(zip(["x", *names], gradients(part, got, x), strict=True))
     of_whole = dict(zip(["x", *(n for n, _ in whole.named_parameters())], gradients(whole, want, x), strict=True))
     torch.testing.assert_close(mine["x"], of_whole["x"], atol=1e-10, rtol=1e-10)
-    theirs = layer_parameters(part, of_whole)
+    theirs = _layer_parameters(part, of_whole)
     for name in names:
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-9, rtol=1e-9)
 

@@ -6,7 +6,7 @@ import torch
 from nsa.core.branches import BranchKeys
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
-from nsa.core.selection_quality import SelectionProbe, block_mass, chance_of_block
+from nsa.core.selection_quality import SelectionProbe, _block_mass, chance_of_block
 from nsa.geometry import Geometry
 from nsa.options import SELECTING_KINDS
 
@@ -17,7 +17,7 @@ def test_block_mass_is_that_of_dense_attention_within_the_document():
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 2, 8), torch.randn(20, 2, 8)
     pos, start = torch.tensor([0, 6, 9]), torch.tensor([0, 3, 10])
-    mass = block_mass(q, pos, start, k, 4, 0.5)
+    mass = _block_mass(q, pos, start, k, 4, 0.5)
     for row in range(3):
         keys = k[start[row] : start[row] + pos[row] + 1]
         for group in range(2):

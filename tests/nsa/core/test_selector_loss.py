@@ -9,7 +9,7 @@ from torch.library import opcheck
 from nsa.core import selector_loss_of_blocks as module_under_test
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
-from nsa.core.selector_loss import attach_loss, sampled_queries, set_sampling_step
+from nsa.core.selector_loss import _sampled_queries, attach_loss, set_sampling_step
 from nsa.kernels import reference
 from nsa.kernels.registry import BackendRequest
 from nsa.model.transformer import NSATransformer
@@ -174,14 +174,14 @@ def test_every_query_is_sampled_over_the_steps_evenly(share):
     n, counts = 128, torch.zeros(128)
     steps = round(60 / share)
     for step in range(steps):
-        at = sampled_queries(n, share, step, torch.device("cpu"))
+        at = _sampled_queries(n, share, step, torch.device("cpu"))
         assert len(at) == max(1, round(share * n))
         assert len({i for i in at.tolist() if 0 <= i < n}) == len(at)
         counts[at] += 1
     assert counts.min() > 0.7 * counts.mean()
     assert counts.max() < 1.3 * counts.mean()
     assert torch.equal(
-        sampled_queries(n, share, 5, torch.device("cpu")), sampled_queries(n, share, 5, torch.device("cpu"))
+        _sampled_queries(n, share, 5, torch.device("cpu")), _sampled_queries(n, share, 5, torch.device("cpu"))
     )
 
 

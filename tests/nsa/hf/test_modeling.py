@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from nsa.core.attention_config import INIT_STD
-from nsa.core.branches import GATE_STD
+from nsa.core.branches import _GATE_STD
 from nsa.errors import ConfigError
 from nsa.hf import NSAForCausalLM, NSAModel
 from nsa.model.transformer import NSATransformer
@@ -157,7 +157,7 @@ def test_initial_weights_are_those_of_the_trainer():
         else:
             want = INIT_STD
             if leaf.endswith("gates.proj"):
-                want = GATE_STD
+                want = _GATE_STD
             elif leaf.endswith(("attention.w_out", "feed_forward.w2")):
                 want = INIT_STD / 4
             assert abs(float(weight.std()) / want - 1) < 5 / (2 * weight.numel()) ** 0.5, name

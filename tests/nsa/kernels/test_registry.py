@@ -77,7 +77,7 @@ def checked_by(verdict, monkeypatch) -> list[tuple[torch.device, torch.dtype, Ke
         return verdict
 
     backend = replace(BACKENDS["triton"], why_not=lambda *_: None, verify=verify)
-    monkeypatch.setattr(registry, "VERIFIED_ON", ("cpu",))
+    monkeypatch.setattr(registry, "_VERIFIED_ON", ("cpu",))
     monkeypatch.setattr(registry, "BACKENDS", {"triton": backend, "portable": BACKENDS["portable"]})
     monkeypatch.setattr(registry, "_plan_once", registry._plan)
     return calls

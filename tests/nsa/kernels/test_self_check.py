@@ -22,13 +22,13 @@ from nsa.kernels.self_check import (
     KernelError,
     KernelVerdict,
     RecordStore,
-    clean_environment,
+    _clean_environment,
+    _source_hash,
+    _warning_text,
     key_for,
     recorded,
-    source_hash,
     triton_verdict,
     verify,
-    warning_text,
 )
 from proofs.planting.source_tree import SourceTree
 from tests.mutations import load_table
@@ -253,7 +253,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    environment = clean_environment(interpret=False)
+    environment = _clean_environment(interpret=False)
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"
     assert environment["CUDA_HOME"] == "1"
     assert not environment.keys() & {
@@ -265,7 +265,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
         "NSA_KERNEL",
     }
     assert "TRITON_INTERPRET" not in environment
-    assert clean_environment(interpret=True)["TRITON_INTERPRET"] == "1"
+    assert _clean_environment(interpret=True)["TRITON_INTERPRET"] == "1"
 
 
 KEY = CheckKey("NVIDIA A100", "sm_80", "535.1", "CUDA 13.0", "2.13.0", "3.7.1", "abc", [2, 6, 64, 64], [32, 16], "bf16")
@@ -286,7 +286,7 @@ def test_a_record_is_not_used_when_any_part_of_the_key_differs(tmp_path, name):
 def test_the_key_holds_the_shape_the_dtype_and_the_sources(monkeypatch):
     key = key_for(CPU, torch.bfloat16, SHAPE)
     assert (key.shape, key.geometry, key.dtype) == ([1, 3, 24, 24], [4, 2, 4, 3, 6], "bfloat16")
-    assert key.sources == source_hash()
+    assert key.sources == _source_hash()
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_the_key_holds_the_shape_the_dtype_and_the_sources(monkeypatch):
 )
 def test_the_hash_changes_with_any_source(tmp_path, file):
     package = copied(tmp_path) / "nsa"
-    assert source_hash(package) == source_hash()
+    assert _source_hash(package) == _source_hash()
     with (package / file).open("a") as source:
         source.write("# changed\n")
-    source_hash.cache_clear()
-    assert source_hash(package) != source_hash()
+    _source_hash.cache_clear()
+    assert _source_hash(package) != _source_hash()
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_without_a_gpu_there_is_nothing_to_check(caplog):
 
 
 def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_way_out():
-    text = warning_text(KEY, KernelVerdict(False, "sliding dk: 0.3", "/cache/record.json"))
+    text = _warning_text(KEY, KernelVerdict(False, "sliding dk: 0.3", "/cache/record.json"))
     assert len(text.splitlines()) >= 6
     for words in ("NVIDIA A100", "sliding dk: 0.3", "/cache/record.json", "gpu-check --only self-check", "portable"):
         assert words in text

@@ -11,10 +11,10 @@ from nsa.errors import CheckpointError
 from nsa_train.checkpoint.save_plan import (
     _MOST_PIECES,
     SMALLEST_PIECE_BYTES,
-    Piece,
     PlannedTensor,
     RankPieces,
     TensorTable,
+    _Piece,
     cut,
     merge,
     piece_bytes,
@@ -24,7 +24,7 @@ from nsa_train.checkpoint.save_plan import (
 FP32 = TensorProperties(dtype=torch.float32)
 
 
-def offered(pieces: list[Piece], size: tuple[int, ...] = (8, 6), values: tuple[str, ...] = ()) -> RankPieces:
+def offered(pieces: list[_Piece], size: tuple[int, ...] = (8, 6), values: tuple[str, ...] = ()) -> RankPieces:
     return RankPieces(TensorTable([PlannedTensor("w", size, FP32)], list(values), {"w": ("model", "w")}), pieces)
 
 
@@ -85,14 +85,14 @@ def test_pieces_of_all_ranks_make_up_the_index():
 
 
 def test_copies_are_divided_and_each_has_one_writer():
-    pieces: list[Piece] = [(0, (row, 0), (1, 6)) for row in range(8)]
+    pieces: list[_Piece] = [(0, (row, 0), (1, 6)) for row in range(8)]
     _, dropped = merge([offered(pieces) for _ in range(4)])
     written = [set(range(8)) - numbers for numbers in dropped]
     assert written == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
 def test_values_are_written_by_the_first_rank_that_has_them():
-    whole: list[Piece] = [(0, (0, 0), (8, 6))]
+    whole: list[_Piece] = [(0, (0, 0), (8, 6))]
     index, dropped = merge([offered(whole, values=("lr",)), offered([], values=("lr", "more"))])
     assert dropped == [frozenset(), frozenset({0})]
     assert set(index.state_dict_metadata) == {"w", "lr", "more"}

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
-from nsa_train.infer.selection_map import SelectionMap, _share_of_groups, _text_rows, side_by_side
+from nsa_train.infer.selection_map import _SelectionMap, _share_of_groups, _text_rows, side_by_side
 from tests import fork_server
 from tests.nsa_train.train.runs import environment
 
@@ -62,12 +62,12 @@ def test_a_map_shows_the_share_of_groups_that_chose_a_block():
     idx_SGN = torch.tensor([[[0, -1], [0, -1]], [[0, 1], [0, -1]]])
     share = _share_of_groups(idx_SGN, 2)
     assert share.tolist() == [[1.0, 0.0], [1.0, 0.5]]
-    assert _text_rows(SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
+    assert _text_rows(_SelectionMap(0, share, 1)) == ["██  ", "██▒▒"]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 2), (40, 4), (10, 8)])
 def test_maps_are_not_wider_than_the_terminal(columns, lines):
-    maps = [SelectionMap(layer, torch.ones(1, 8), 16) for layer in range(4)]
+    maps = [_SelectionMap(layer, torch.ones(1, 8), 16) for layer in range(4)]
     shown = list(side_by_side(maps, columns))
     assert len(shown) == lines
     assert all(len(line) <= max(columns, 16) for line in shown)

@@ -11,8 +11,8 @@ from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import GIB, parse_target
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts
 from nsa_train.planning.preflight_rules import (
+    _NEVER_ALLOWED,
     NAMES,
-    NEVER_ALLOWED,
     RULES,
     RuleStatus,
     check_names,
@@ -122,14 +122,14 @@ def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
     assert f"  - {rule}: {verdict.message[:40]}" in str(refusal.value)
 
 
-@pytest.mark.parametrize("rule", sorted(BROKEN.keys() - NEVER_ALLOWED))
+@pytest.mark.parametrize("rule", sorted(BROKEN.keys() - _NEVER_ALLOWED))
 def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
     verdicts = judge(BROKEN[rule], [rule])
     assert {verdict.rule for verdict in verdicts if verdict.status == RuleStatus.ALLOWED} == {rule}
     require_passed(verdicts)
 
 
-@pytest.mark.parametrize("rule", sorted(NEVER_ALLOWED))
+@pytest.mark.parametrize("rule", sorted(_NEVER_ALLOWED))
 def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
     with pytest.raises(ConfigError, match=rule):
         judge(BROKEN[rule], [rule])

@@ -9,7 +9,7 @@ from nsa.bench.predictions import predictions
 from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train.config import load
-from nsa_train.planning.estimate import _portable_bytes_per_token, backend_that_will_run, estimate
+from nsa_train.planning.estimate import _backend_that_will_run, _portable_bytes_per_token, estimate
 from nsa_train.planning.hardware import parse_target
 
 CONFIG = load("configs/train_50k.yaml")
@@ -22,14 +22,14 @@ def reckon(target="a100-80gb", *changes, **more):
 
 
 def test_the_backend_that_will_run():
-    assert backend_that_will_run(CONFIG, is_gpu=True) == "triton"
-    assert backend_that_will_run(CONFIG, is_gpu=False) == "cpu"
+    assert _backend_that_will_run(CONFIG, is_gpu=True) == "triton"
+    assert _backend_that_will_run(CONFIG, is_gpu=False) == "cpu"
     named = load("configs/train_50k.yaml", overrides=["kernels.select=reference", "kernels.selected=portable"])
-    assert backend_that_will_run(named, is_gpu=True) == "reference"
+    assert _backend_that_will_run(named, is_gpu=True) == "reference"
     no_flash = load("configs/train_50k.yaml", overrides=["runtime.use_flash=false"])
-    assert backend_that_will_run(no_flash, is_gpu=True) == "portable"
+    assert _backend_that_will_run(no_flash, is_gpu=True) == "portable"
     decided = [BackendChoice(branch, "portable", (PassedOver("triton", "failed"),)) for branch in BRANCHES]
-    assert backend_that_will_run(CONFIG, is_gpu=True, decided=decided) == "portable"
+    assert _backend_that_will_run(CONFIG, is_gpu=True, decided=decided) == "portable"
 
 
 def test_time_memory_and_price_are_of_the_backend_that_will_run():

@@ -6,7 +6,7 @@ import pytest
 
 from nsa.errors import ConfigError
 from nsa_train import names
-from nsa_train.record.run_data import ABSENT, NOT_FINITE, RankSeries, ThinnedSeries
+from nsa_train.record.run_data import _NOT_FINITE, ABSENT, RankSeries, _ThinnedSeries
 from nsa_train.watch.run_reader import RunReader, load
 from tests.nsa_train.record.beats import BEGAN, a_beat, a_run
 from tests.nsa_train.record.written import of_ranks, write_run
@@ -57,7 +57,7 @@ def test_absent_and_not_finite_are_not_the_same():
     assert loss[0] == 1.5
     assert math.isnan(loss[1])
     assert math.isnan(ABSENT)
-    assert loss[2] == loss[3] == NOT_FINITE
+    assert loss[2] == loss[3] == _NOT_FINITE
 
 
 def test_last_words_are_kept():
@@ -125,7 +125,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000, 4096])
 def test_thinning_keeps_few_evenly_and_the_newest(n):
-    thinned = ThinnedSeries(most=16)
+    thinned = _ThinnedSeries(most=16)
     for item in range(n):
         thinned.add((item,))
     items = [item for (item,) in thinned.items()]

@@ -17,7 +17,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from nsa_train.config import load
 from nsa_train.planning.hardware import GIB, hardware_here
 from nsa_train.planning.preflight_rules import RuleStatus, judge
-from nsa_train.train.gather_preflight_facts import dry_run_in_child, gather
+from nsa_train.train.gather_preflight_facts import _dry_run_in_child, gather
 from tests.nsa_train.train.runs import environment, write_config
 
 ENOUGH = dict(memory_bytes=4 * GIB, time_s=120.0)
@@ -30,7 +30,7 @@ def run_config(tmp_path: Path, *changes: str):
 
 def dry_run(config, log=lambda text: None, target=None, **options):
     target = target or hardware_here("cpu")
-    return dry_run_in_child(config, 257, target, log=log, fetch_remote=False, **{**ENOUGH, **options})
+    return _dry_run_in_child(config, 257, target, log=log, fetch_remote=False, **{**ENOUGH, **options})
 
 
 def children() -> list[int]:

@@ -9,7 +9,7 @@ from nsa.errors import ConfigError
 from nsa_train.config import load
 from nsa_train.names import DONE, PROGRESS, TRACKERS, heartbeat
 from nsa_train.record.heartbeat_record import read_beats
-from nsa_train.train.metric_writers import BackgroundLogger, TrackerIds, start_tracking
+from nsa_train.train.metric_writers import _BackgroundLogger, _TrackerIds, start_tracking
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 
@@ -41,7 +41,7 @@ class Service:
 
 def test_everything_is_delivered_in_order_before_the_end():
     service, warnings = Service(), []
-    logger = BackgroundLogger(service, warnings.append)
+    logger = _BackgroundLogger(service, warnings.append)
     for step in range(50):
         logger.log(step, {"train/loss": 1.0})
     logger.close()
@@ -51,7 +51,7 @@ def test_everything_is_delivered_in_order_before_the_end():
 
 def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
     service, warnings = Service(broken=True), []
-    logger = BackgroundLogger(service, warnings.append)
+    logger = _BackgroundLogger(service, warnings.append)
     for step in range(50):
         logger.log(step, {})
     logger.close()
@@ -65,7 +65,7 @@ def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
 def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
     monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
-    logger = BackgroundLogger(Service(slow=hang), warnings.append)
+    logger = _BackgroundLogger(Service(slow=hang), warnings.append)
     for step in range(3000):
         logger.log(step, {})
     logger.close()  # returns while the service hangs
@@ -78,7 +78,7 @@ def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
     """Too few records to fill the queue, and no error yet: without a warning they would be missed by nobody."""
     monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
-    logger = BackgroundLogger(Service(slow=hang), warnings.append)
+    logger = _BackgroundLogger(Service(slow=hang), warnings.append)
     logger.log(1, {})
     logger.close()
     assert len(warnings) == 1
@@ -194,21 +194,21 @@ def test_wandb_has_the_curves_and_no_secret(runs):
 
 
 def test_a_run_that_starts_anew_is_a_new_run_of_the_tracker(tmp_path):
-    ids = TrackerIds(tmp_path, resuming=False)
+    ids = _TrackerIds(tmp_path, resuming=False)
     ids.put("wandb", "a1")
     ids.put("mlflow", "b2")
-    again = TrackerIds(tmp_path, resuming=True)
+    again = _TrackerIds(tmp_path, resuming=True)
     assert (again.get("wandb"), again.get("mlflow"), again.get("other")) == ("a1", "b2", None)
-    assert TrackerIds(tmp_path, resuming=False).get("wandb") is None
-    assert TrackerIds(tmp_path, resuming=True).get("wandb") is None
+    assert _TrackerIds(tmp_path, resuming=False).get("wandb") is None
+    assert _TrackerIds(tmp_path, resuming=True).get("wandb") is None
 
 
 def test_a_file_of_ids_that_cannot_be_read_costs_no_run(tmp_path):
     (tmp_path / TRACKERS).write_text("[1, 2")
-    ids = TrackerIds(tmp_path, resuming=True)
+    ids = _TrackerIds(tmp_path, resuming=True)
     assert ids.get("wandb") is None
     ids.put("wandb", "a1")
-    assert TrackerIds(tmp_path, resuming=True).get("wandb") == "a1"
+    assert _TrackerIds(tmp_path, resuming=True).get("wandb") == "a1"
 
 
 def test_a_run_goes_on_when_both_trackers_are_unreachable(runs):

@@ -289,7 +289,7 @@ def no_space(path):
     attempts.append(path)
     raise OSError(28, "No space left on device")
 
-signal_handlers.write_flight_record = no_space
+signal_handlers._write_flight_record = no_space
 signals = signal_handlers.SignalHandlers(Path(sys.argv[1]), Path(sys.argv[1]))
 signals.install()
 for expected in (1, 2):

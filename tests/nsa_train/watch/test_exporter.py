@@ -29,7 +29,7 @@ from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.watch import exporter
-from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, SharedScrapes, is_loopback, run_names
+from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, _run_names, _SharedScrapes, is_loopback
 
 SECRET = "hunter2-do-not-tell"
 
@@ -128,8 +128,8 @@ def test_a_skipped_step_is_counted_and_its_loss_is_not_the_runs(tmp_path):
 def test_the_state_is_what_the_last_words_say(tmp_path, words, state):
     write(tmp_path, *(beat(word, step, loss=1.0) for step, word in enumerate(words)))
     served = Served(tmp_path)
-    states = {name: served("nsa_run_state", state=name) for name in exporter.STATES}
-    assert states == {name: float(name == state) for name in exporter.STATES}
+    states = {name: served("nsa_run_state", state=name) for name in exporter._STATES}
+    assert states == {name: float(name == state) for name in exporter._STATES}
     ended = state in ("halted", "stopped", "done", "failed")
     assert (served("nsa_heartbeat_limit_seconds") is None) == ended
     assert (served("nsa_loss_nats") is None) == (state in ("starting", "stopped", "done"))
@@ -182,7 +182,7 @@ def test_runs_that_begin_later_are_found_in_a_folder_of_runs(tmp_path):
 
 def test_runs_of_the_same_name_stay_apart(tmp_path):
     paths = [tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]
-    assert list(run_names(paths).values()) == ["a/run", "b/run", "c"]
+    assert list(_run_names(paths).values()) == ["a/run", "b/run", "c"]
 
 
 def test_a_folder_that_is_lost_keeps_its_last_figures(tmp_path):
@@ -239,7 +239,7 @@ def ask(app, **environ) -> tuple[str, bytes]:
 
 def test_scrapes_at_once_and_soon_after_share_one_reading():
     app, now = CountingApp(), [100.0]
-    shared, answers = SharedScrapes(app, clock=lambda: now[0]), []
+    shared, answers = _SharedScrapes(app, clock=lambda: now[0]), []
     threads = [threading.Thread(target=lambda: answers.append(ask(shared))) for _ in range(20)]
     for thread in threads:
         thread.start()
@@ -254,7 +254,7 @@ def test_scrapes_at_once_and_soon_after_share_one_reading():
 
 
 def test_another_encoding_or_path_is_another_answer():
-    shared = SharedScrapes(CountingApp(), clock=lambda: 0.0)
+    shared = _SharedScrapes(CountingApp(), clock=lambda: 0.0)
     assert ask(shared)[1] == b"1 "
     assert ask(shared, HTTP_ACCEPT_ENCODING="gzip")[1] == b"2 gzip"
     assert ask(shared, PATH_INFO="/favicon.ico")[1] == b"3 "

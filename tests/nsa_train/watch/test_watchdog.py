@@ -11,7 +11,7 @@ from nsa_train.record import halt_file
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.record_files import JsonLines
 from nsa_train.watch.conditions import CONDITIONS, HealthLimits
-from nsa_train.watch.hang_diagnosis import diagnose_hang, ranks_behind
+from nsa_train.watch.hang_diagnosis import _ranks_behind, diagnose_hang
 from nsa_train.watch.run_reader import RunReader
 from nsa_train.watch.status import RunPhase
 from nsa_train.watch.watchdog import Watchdog
@@ -277,11 +277,11 @@ def test_the_rank_that_did_not_come_to_a_collective_is_named():
             "gloo": {"pg_status": {str(i): {"last_enqueued_collective": str(n)} for i, n in enumerate((first, second))}}
         }
 
-    assert list(ranks_behind({0: status(4, 7), 1: status(4, 7)})) == []
-    assert list(ranks_behind({0: status(4, 7), 1: status(4, 6), 2: status(4, 7)})) == [
+    assert list(_ranks_behind({0: status(4, 7), 1: status(4, 7)})) == []
+    assert list(_ranks_behind({0: status(4, 7), 1: status(4, 6), 2: status(4, 7)})) == [
         "gloo group 1: ranks [0, 2] are at collective 7, ranks [1] have not reached it"
     ]
-    assert list(ranks_behind({})) == []
+    assert list(_ranks_behind({})) == []
 
 
 def test_a_halt_is_asked_once_and_put_aside_with_a_note(tmp_path):

@@ -64,7 +64,7 @@ def check_correctness(
         short_runner = implementation.make[task.op](short_case, short_task)
         results = short_runner.results(task.backward)
         errors = errors_of(short_task, short_case, short_runner, results, torch.arange(short))
-        rows = sampled_rows(case.length)
+        rows = _sampled_rows(case.length)
         at_length = errors_of(task, case, runner, runner.results(task.backward), rows)
         errors = {name: max(errors[name], at_length[name]) for name in errors}
         judged = f"all {short} queries of a short case and {len(rows)} of {case.length}"
@@ -80,7 +80,7 @@ def short_length(case: BenchCase) -> int:
     return g.n_sel * g.l_sel + g.w + g.l_sel + 1
 
 
-def sampled_rows(length: int) -> Tensor:
+def _sampled_rows(length: int) -> Tensor:
     begin = length - _TAIL_ROWS
     scattered = torch.randperm(begin, generator=torch.Generator().manual_seed(length))[:_SCATTERED_ROWS]
     return torch.cat((scattered.sort().values, torch.arange(begin, length)))
@@ -94,10 +94,10 @@ def _errors(
     compressed = compressed_by_phi(case) if task.op in ("prefill", "decode") else (case.k_BCGK, case.v_BCGV)
     idx_BSGN = runner.chosen(rows) if runner.chosen else None
     if task.part == "select" and kind == "nsa":
-        return {"blocks": choice_error(case, compressed[0], rows, got["out"][:, rows])}
+        return {"blocks": _choice_error(case, compressed[0], rows, got["out"][:, rows])}
     if idx_BSGN is not None:
-        errors["blocks"] = choice_error(case, compressed[0], rows, idx_BSGN)
-    want = exact(case, kind, task.part, rows, idx_BSGN, compressed)
+        errors["blocks"] = _choice_error(case, compressed[0], rows, idx_BSGN)
+    want = _exact(case, kind, task.part, rows, idx_BSGN, compressed)
     # The first key that only the checked rows can see; 0 where every query is checked.
     seen_from = 0 if len(rows) == case.length else case.length - _TAIL_ROWS
     first_block = max(0, -(-(seen_from - case.shape.geometry.l + 1) // case.shape.geometry.d))
@@ -110,7 +110,7 @@ def _errors(
     return errors
 
 
-def exact(
+def _exact(
     case: BenchCase, kind: str, part: str, rows: Tensor, idx_BSGN: Tensor | None, compressed: tuple[Tensor, Tensor]
 ) -> Results:
     """Output and all gradients of these query rows by the reference, in fp64 on the CPU, one group after the other."""
@@ -156,7 +156,7 @@ def _reference(
     return sum(gate[..., None] * branches[name]() for gate, name in zip(gates, BRANCH_ORDER, strict=True))  # type: ignore
 
 
-def choice_error(case: BenchCase, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> float:
+def _choice_error(case: BenchCase, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> float:
     """How much worse the worst query's blocks score than the reference's choice, relative; 0 if all are the same."""
     pos_BS = rows[None]
     g, zero_BS = case.shape.geometry, torch.zeros_like(pos_BS)

@@ -22,9 +22,9 @@ _TRIAL_LENGTH, _TRIALS = 2048, 3
 
 
 def attention(case: BenchCase, task: BenchTask) -> BenchRunner:
-    form = fastest_form(case.shape, case.dtype, case.length, task.backward, case.device)
+    form = _fastest_form(case.shape, case.dtype, case.length, task.backward, case.device)
     leaves = _tensors(case)
-    attend, (q, k, v) = FORMS[form], leaves.values()
+    attend, (q, k, v) = _FORMS[form], leaves.values()
 
     def forward() -> Tensor:
         return attend(q, k, v, case.shape)
@@ -35,7 +35,7 @@ def attention(case: BenchCase, task: BenchTask) -> BenchRunner:
 
 def prefill(case: BenchCase, task: BenchTask) -> BenchRunner:
     """Copy the prompt's keys and values into a new cache and attend over the whole prompt at once."""
-    attend = FORMS[fastest_form(case.shape, case.dtype, case.length, False, case.device)]
+    attend = _FORMS[_fastest_form(case.shape, case.dtype, case.length, False, case.device)]
     q, k, v = (x.detach() for x in _tensors(case).values())
 
     def forward() -> Tensor:
@@ -47,8 +47,8 @@ def prefill(case: BenchCase, task: BenchTask) -> BenchRunner:
 
 def decode(case: BenchCase, task: BenchTask) -> BenchRunner:
     """Write one token's key and value into a preallocated cache and attend with its query over all that it holds."""
-    form = fastest_decode_form(case.shape, case.dtype, task.length, case.device)
-    attend = DECODE_FORMS[form]
+    form = _fastest_decode_form(case.shape, case.dtype, task.length, case.device)
+    attend = _DECODE_FORMS[form]
     q, k, v = (x.detach() for x in _tensors(case).values())
     cached_k, cached_v = k.clone(), v.clone()
     steps = [(q[:, :, t : t + 1], k[:, :, t], v[:, :, t], t) for t in range(task.length, case.length)]
@@ -65,7 +65,7 @@ def decode(case: BenchCase, task: BenchTask) -> BenchRunner:
 
 
 @cache
-def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool, device: torch.device) -> str:
+def _fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: bool, device: torch.device) -> str:
     case = BenchCase(shape, min(length, _TRIAL_LENGTH), dtype, device=device)
     q, k, v = _tensors(case).values()
 
@@ -78,15 +78,15 @@ def fastest_form(shape: BenchShape, dtype: torch.dtype, length: int, backward: b
 
         return run
 
-    every = {name: trial(attend) for name, attend in FORMS.items() if name not in GPU_FORMS or device.type == "cuda"}
+    every = {name: trial(attend) for name, attend in _FORMS.items() if name not in _GPU_FORMS or device.type == "cuda"}
     return _fastest(every, device)
 
 
 @cache
-def fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int, device: torch.device) -> str:
+def _fastest_decode_form(shape: BenchShape, dtype: torch.dtype, length: int, device: torch.device) -> str:
     k = torch.randn(1, shape.n_kv_groups, length, shape.d_k).to(device, dtype)
     q = torch.randn(1, shape.n_heads, 1, shape.d_k).to(device, dtype)
-    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in DECODE_FORMS.items()}, device)
+    return _fastest({name: partial(attend, q, k, k, shape) for name, attend in _DECODE_FORMS.items()}, device)
 
 
 def _fastest(trials: dict[str, Callable[[], object]], device: torch.device) -> str:
@@ -97,7 +97,7 @@ def _fastest(trials: dict[str, Callable[[], object]], device: torch.device) -> s
             try:
                 run()
             except RuntimeError:
-                if name not in GPU_FORMS:  # cuDNN may have no kernel for this GPU, dtype or width
+                if name not in _GPU_FORMS:  # cuDNN may have no kernel for this GPU, dtype or width
                     raise
                 continue
             best[name] = min(best[name], now() - start)
@@ -127,9 +127,9 @@ def _rows_decode(q: Tensor, k: Tensor, v: Tensor, shape: BenchShape) -> Tensor:
     return F.scaled_dot_product_attention(rows, k, v).view(q.shape[0], shape.n_heads, 1, -1)
 
 
-FORMS = {"enable_gqa": _grouped, "repeated heads": _repeated, "cuDNN": _cudnn}
-GPU_FORMS = ("cuDNN",)
-DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
+_FORMS = {"enable_gqa": _grouped, "repeated heads": _repeated, "cuDNN": _cudnn}
+_GPU_FORMS = ("cuDNN",)
+_DECODE_FORMS = {"enable_gqa": _grouped_decode, "heads as rows": _rows_decode}
 
 
 def _tensors(case: BenchCase) -> dict[str, Tensor]:

@@ -180,7 +180,7 @@ def triton_version() -> str | None:
 
 
 _MAX_ROUNDS = 100
-CALIBRATION_S = 0.02  # a sample lasts at least this long: short calls are repeated inside it
+_CALIBRATION_S = 0.02  # a sample lasts at least this long: short calls are repeated inside it
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,6 @@ def _calls_per_sample(subject: Callable[[], object], now: Now) -> int:
         start = now()
         for _ in range(calls):
             subject()
-        if now() - start >= CALIBRATION_S or calls >= 1 << 16:
+        if now() - start >= _CALIBRATION_S or calls >= 1 << 16:
             return calls
         calls *= 2

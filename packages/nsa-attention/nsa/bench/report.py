@@ -62,14 +62,14 @@ class BenchReport:
 def machine_line(machine: dict[str, Any]) -> str:
     commit = (machine["commit"] or "unknown")[:10] + (" with changes" if machine["uncommitted_changes"] else "")
     load = machine["load_average"][0]
-    gpu = f"{gpu_words(machine['gpu'])} · " if machine.get("gpu") else ""
+    gpu = f"{_gpu_words(machine['gpu'])} · " if machine.get("gpu") else ""
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores ({' '.join(machine['isa'])}), {machine['memory_gib']} GiB · "
         f"torch {machine['torch']} · commit {commit} · load {load:.1f} at the start · {machine['time']}"
     )
 
 
-def gpu_words(gpu: dict[str, Any]) -> str:
+def _gpu_words(gpu: dict[str, Any]) -> str:
     return (
         f"{gpu['name']} ({gpu['capability']}, {gpu['units']} units, {gpu['memory_gib']} GiB), driver {gpu['driver']}, "
         f"{gpu['runtime']}, triton {gpu['triton'] or 'not installed'}"

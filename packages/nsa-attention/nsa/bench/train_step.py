@@ -24,7 +24,7 @@ from nsa.core.probe import attention_layers
 from nsa.kernels.registry import KernelPlan
 from nsa.model.transformer import NSATransformer
 
-VOCABULARY, DIM, LAYERS = 32_768, 768, 12
+_VOCABULARY, DIM, LAYERS = 32_768, 768, 12
 _GRADIENT_LIMIT = {"fp32": 1e-3, "bf16": 5e-2}
 
 
@@ -39,7 +39,7 @@ class _TorchAttention(AllTokens):
         return BranchesOutput(out.transpose(1, 2).unflatten(2, q_BSGRK.shape[2:4]), None, ())
 
 
-def build(
+def _build(
     shape: BenchShape, n_layers: int, dim: int, vocabulary: int, kernels: str, *, dense: bool = False
 ) -> NSATransformer:
     """The model with a backend's kernels; the same random seed for all. dense: kernels may be DENSE."""
@@ -55,7 +55,7 @@ def build(
     return model
 
 
-class TrainStep:
+class _TrainStep:
     """A callable that does one training step on fixed tokens."""
 
     def __init__(self, model: NSATransformer, length: int, dtype: str, device: str = "cpu") -> None:
@@ -91,7 +91,7 @@ def _check_step(shape: BenchShape, kernels: str, dtype: str, dim: int, device: s
     """
     length = short_length(BenchCase(shape, 1, torch.float32))
     want, plain_got, got = (
-        TrainStep(build(shape, 1, dim, 257, which, dense=kernels == DENSE), length, arithmetic, device).gradients()
+        _TrainStep(_build(shape, 1, dim, 257, which, dense=kernels == DENSE), length, arithmetic, device).gradients()
         for which, arithmetic in (("reference", "fp32"), ("reference", dtype), (kernels, dtype))
     )
     assert got.keys() == want.keys()
@@ -122,7 +122,7 @@ def measure_train(
     log: Log,
     n_layers: int = LAYERS,
     dim: int = DIM,
-    vocabulary: int = VOCABULARY,
+    vocabulary: int = _VOCABULARY,
 ) -> BenchMeasurement:
     entries, steps = {}, {}
     for implementation in implementations:
@@ -135,15 +135,15 @@ def measure_train(
         log(f"checking {name}")
         agreement = _check_step(task.shape, name, task.dtype, dim, task.device)
         entries[name] = ImplementationResult(name, kind, agreement=agreement)
-        model = build(task.shape, n_layers, dim, vocabulary, name, dense=name == DENSE)
-        steps[name] = TrainStep(model, task.length, task.dtype, task.device)
+        model = _build(task.shape, n_layers, dim, vocabulary, name, dense=name == DENSE)
+        steps[name] = _TrainStep(model, task.length, task.dtype, task.device)
         log(f"warming up {name}")
         steps[name]()
     log(f"timing {', '.join(steps)}")
     samples = interleave(steps, budget_s=budget_s, now=clock_of(torch.device(task.device)))
     with torch.device("meta"):
         dense_flops, nsa_flops = (
-            _step_flops(build(task.shape, n_layers, dim, vocabulary, "portable", dense=dense), task, dense=dense)
+            _step_flops(_build(task.shape, n_layers, dim, vocabulary, "portable", dense=dense), task, dense=dense)
             for dense in (True, False)
         )
     finished = [finish(entry, samples, entries, task, None) for entry in entries.values()]

@@ -22,7 +22,7 @@ from nsa.kernels.registry import BRANCHES, RequestedKernels
 from nsa.kernels.triton import PIECE
 
 BACKEND = "triton"
-MOST_TOKENS = 4501
+_MOST_TOKENS = 4501
 """The reference compares every query with every key: longer windows are checked without being full."""
 SMALL_PIECE, _SMALL_TOKENS = 20, 41
 """Under the interpreter: rows are short, but longer than a tile of 32 keys."""
@@ -32,7 +32,7 @@ _BASE = SHAPES["base"].geometry
 _SHORT = Geometry(l=32, d=16, l_sel=64, n_sel=4, w=128)
 _ODD = Geometry(l=48, d=16, l_sel=96, n_sel=5, w=100)  # no powers of two, and blocks that overlap three times
 _MINI = Geometry(l=4, d=2, l_sel=4, n_sel=4, w=6)
-EVERY_DTYPE = ("fp32", "fp16", "bf16")
+_EVERY_DTYPE = ("fp32", "fp16", "bf16")
 
 
 class KernelCase(NamedTuple):
@@ -41,7 +41,7 @@ class KernelCase(NamedTuple):
     shape: KernelShape
     documents: tuple[tuple[int, ...], ...]
     """Cumulative lengths of the documents of each row; all rows have one length."""
-    dtypes: tuple[str, ...] = EVERY_DTYPE
+    dtypes: tuple[str, ...] = _EVERY_DTYPE
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class KernelCase(NamedTuple):
         """Drawn inputs of these sizes."""
         g, n = self.shape.geometry, self.length
         if self.is_packed:
-            positions = packed_rows(self.documents, g)
+            positions = _packed_rows(self.documents, g)
         else:
             positions = QueryPositions(*plain_layout(len(self.documents), n, g, CPU)[:3])
         return KernelCall(self.shape, positions, n, g.n_compressed(n), dtype, seed=n, strided=True)
@@ -73,7 +73,7 @@ class KernelCase(NamedTuple):
         return f"{s.heads_per_group} heads/group, {s.d_k}/{s.d_v}, {self.length} tokens{packed}"
 
 
-def packed_rows(documents: tuple[tuple[int, ...], ...], geometry: Geometry) -> QueryPositions:
+def _packed_rows(documents: tuple[tuple[int, ...], ...], geometry: Geometry) -> QueryPositions:
     """Positions of every token of rows of packed documents, one row of cumulative lengths each."""
     rows = []
     for cumulative in documents:
@@ -97,7 +97,7 @@ def self_check_case(shape: KernelShape, *, small: bool) -> KernelCase:
     g = shape.geometry
     least = _SMALL_TOKENS if small else PIECE + 100
     wanted = max(least, (g.n_sel + 3) * g.l_sel, g.w + g.l_sel, 2 * g.l + g.d)
-    length = min(MOST_TOKENS, wanted) | 1
+    length = min(_MOST_TOKENS, wanted) | 1
     ends = (1, g.l, g.l, g.l + 2 * g.l_sel + 3)  # documents of 1, l − 1, 0 and two blocks and a few tokens
     return KernelCase(shape, ((0, length), (0, *(min(end, length) for end in ends), length)))
 
@@ -157,7 +157,7 @@ MODULE = ModuleCase(
 """An odd length of several chunks and blocks."""
 
 
-class SpeedSizes(NamedTuple):
+class _SpeedSizes(NamedTuple):
     """What the benchmark times."""
 
     shape_name: str
@@ -180,7 +180,7 @@ class CheckSizes:
     kernels: tuple[KernelCase, ...]
     module: ModuleCase
     module_dtypes: tuple[str, ...]
-    speed: SpeedSizes
+    speed: _SpeedSizes
     long: ModuleCase
     """A long row, compared with the portable backend."""
     training: tuple[str, ...]
@@ -208,8 +208,8 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
         full,
         tuple(KernelCase(shape, (row,)) for shape, row in kernels),
         replace(MODULE, **here),
-        EVERY_DTYPE,
-        SpeedSizes("base", SHAPES["base"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
+        _EVERY_DTYPE,
+        _SpeedSizes("base", SHAPES["base"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
         ModuleCase(SHAPES["base"], 8192, **here),
         ("train.steps=40", "train.warmup_steps=10", "train.log_every=10", "train.eval_every=0", "train.save_every=0"),
     )
@@ -231,7 +231,7 @@ def rehearsal(*, full: bool) -> CheckSizes:
         ),
         module,
         ("fp32",),
-        SpeedSizes("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
+        _SpeedSizes("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
         replace(module, length=50),
         (
             *(f"kernels.{branch}={BACKEND}" for branch in BRANCHES),

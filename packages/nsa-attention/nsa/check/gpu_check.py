@@ -243,7 +243,7 @@ def _measure(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | Measu
             task, choose_implementations([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
             budget_s=sizes.speed.budget_s, peaks=peaks, log=lambda text: None,
         )  # fmt: skip
-    model = modelled(task, describe_device(sizes.device)["name"]) if sizes.is_gpu else None
+    model = _modelled(task, describe_device(sizes.device)["name"]) if sizes.is_gpu else None
     record = measurement.to_json() | {"modelled": model}
     rows = [(*row, _modelled_cell(model) if row[3] == BACKEND else "") for row in report.rows(measurement)]
     yield MeasuredTable(record, rows, report.notes(measurement))
@@ -281,7 +281,7 @@ def _memory(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | Measur
     yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
 
 
-def modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
+def _modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
     """Modelled seconds, dense seconds and ratio from the table; None for a GPU, shape or operation not in it."""
     if task.op != "attention" or task.shape != SHAPES["base"]:
         return None

@@ -29,7 +29,7 @@ class QueryPositions(NamedTuple):
     first_BS: Tensor
 
 
-class CallPart(NamedTuple):
+class _CallPart(NamedTuple):
     """One row of the batch and one kv group: they do not see each other, and memory grows with both."""
 
     row: slice
@@ -40,7 +40,7 @@ class CallPart(NamedTuple):
         return x[self.row] if x.dim() == 2 else x[self.row, :, self.group]
 
 
-_WHOLE = CallPart(slice(None), slice(None))
+_WHOLE = _CallPart(slice(None), slice(None))
 
 
 class KernelCall:
@@ -89,7 +89,7 @@ class KernelCall:
     def by_plain_pytorch(self, branch: str, device: torch.device, names: tuple[str, ...] = NAMES) -> list[Tensor]:
         """The formula with PyTorch's operators, every intermediate rounded to the dtype."""
 
-        def attend(part: CallPart, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def attend(part: _CallPart, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             return plain_attention(q, k, v, self._visible(branch, part).to(device), scale=self.scale)
 
         return self._in_parts(attend, branch, device, self.dtype, names)
@@ -100,14 +100,14 @@ class KernelCall:
         """Row by row and group by group."""
         rows = []
         for row in range(self.q_BSGRK.shape[0]):
-            parts = (CallPart(slice(row, row + 1), slice(g, g + 1)) for g in range(self.q_BSGRK.shape[2]))
+            parts = (_CallPart(slice(row, row + 1), slice(g, g + 1)) for g in range(self.q_BSGRK.shape[2]))
             groups = [self._differentiated(attend, branch, device, dtype, names, part) for part in parts]
             rows.append([torch.cat(results, 2) for results in zip(*groups, strict=True)])
         return [torch.cat(results) for results in zip(*rows, strict=True)]
 
     def _differentiated(
         self, attend: Callable[..., Any], branch: str, device: torch.device, dtype: torch.dtype,
-        names: tuple[str, ...], part: CallPart,
+        names: tuple[str, ...], part: _CallPart,
     ) -> list[Tensor]:  # fmt: skip
         leaves = self.leaves(branch, device, dtype, part)
         dout, dlse = part.of(self.dout_BSGRV).to(device, dtype), part.of(self.dlse_BSGR).to(device)
@@ -119,19 +119,19 @@ class KernelCall:
         return results
 
     def leaves(
-        self, branch: str, device: torch.device, dtype: torch.dtype | None = None, part: CallPart = _WHOLE
+        self, branch: str, device: torch.device, dtype: torch.dtype | None = None, part: _CallPart = _WHOLE
     ) -> list[Tensor]:
         """Queries, keys and values that gradients are taken of."""
         tensors = [self.q_BSGRK, *(self.compressed if branch == "compressed" else self.raw)]
         tensors_of_part = [part.of(x).detach().to(device, dtype or self.dtype) for x in tensors]
         return [(_view_of_projection(x) if self.strided else x).requires_grad_() for x in tensors_of_part]
 
-    def positions(self, device: torch.device, part: CallPart = _WHOLE) -> list[Tensor]:
+    def positions(self, device: torch.device, part: _CallPart = _WHOLE) -> list[Tensor]:
         """Return the part's `layout`: position, start, first block."""
         return [part.of(x).to(device) for x in self.layout]
 
     def _run(
-        self, functions: KernelFunctions, branch: str, part: CallPart, q: Tensor, k: Tensor, v: Tensor, **options: bool
+        self, functions: KernelFunctions, branch: str, part: _CallPart, q: Tensor, k: Tensor, v: Tensor, **options: bool
     ) -> Any:
         pos, start, first = self.positions(q.device, part)
         if branch == "selected":
@@ -140,7 +140,7 @@ class KernelCall:
         where = first if branch == "compressed" else start
         return getattr(functions, branch)(q, k, v, pos, where, **self.choosing, **options)
 
-    def _visible(self, branch: str, part: CallPart) -> Tensor:
+    def _visible(self, branch: str, part: _CallPart) -> Tensor:
         """Which keys each query sees, [B, S, G, T], read off the reference: where its output takes unit values from.
 
         With queries of zero every visible key has the same weight, so that none underflows.

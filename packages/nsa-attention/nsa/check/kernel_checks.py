@@ -43,7 +43,7 @@ ATTENTION = ("compressed", "selected", "sliding")
 _MOST_THREADS = 16  # of the compiler and of the reference
 
 
-class CheckedPart(NamedTuple):
+class _CheckedPart(NamedTuple):
     """One group of kernels: `run` gives all results, `judge` compares them with the reference."""
 
     name: str
@@ -53,31 +53,31 @@ class CheckedPart(NamedTuple):
 
 def parts(
     case: KernelCase, device: torch.device, dtype: torch.dtype, backend: str, *, exact: torch.dtype = torch.float32
-) -> Iterator[CheckedPart]:
+) -> Iterator[_CheckedPart]:
     """In the order in which they are checked. exact: the dtype that the reference computes attention in."""
     call, functions, together = case.call(dtype), BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
     for branch in ATTENTION:
         run = partial(_attention, call, branch, device, backend)
         judge = partial(_judge, call, branch, ALL_NAMES, device, exact)
-        yield CheckedPart(branch, run, partial(judge, branch))
+        yield _CheckedPart(branch, run, partial(judge, branch))
         if branch == "selected" and backend == "triton":
-            yield CheckedPart("selected in spans", partial(_in_spans, run), partial(judge, "selected in spans"))
+            yield _CheckedPart("selected in spans", partial(_in_spans, run), partial(judge, "selected in spans"))
     if together is not None:
         name, judge = "compressed_and_select", partial(_judge, call, "compressed", NAMES, device, exact)
-        yield CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(judge, name))
-    yield CheckedPart(
+        yield _CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(judge, name))
+    yield _CheckedPart(
         "select", partial(_select, call, device, functions.select), partial(_judge_blocks, call, "select")
     )
     heads = case.shape.heads_per_group
     for n_gates, gate_dtype in dict.fromkeys(((heads, torch.float32), (heads, dtype), (1, torch.float32))):
         mix = _MixCase(case, dtype, n_gates, gate_dtype)
         name = f"mix, {n_gates} gates per group in {str(gate_dtype).removeprefix('torch.')}"
-        yield CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.judge, name, device))
+        yield _CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.judge, name, device))
     for decode in (DecodeCase(case, dtype), MergedDecodeCase(case, dtype)):
-        yield CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.judge, device=device))
+        yield _CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.judge, device=device))
 
 
-def check_part(part: CheckedPart, device: torch.device) -> list[CheckResult]:
+def _check_part(part: _CheckedPart, device: torch.device) -> list[CheckResult]:
     """Compared with the reference; if that holds, again, bit by bit."""
     first = part.run()
     results = part.judge(first)
@@ -168,7 +168,7 @@ class _MixCase:
         return compare(name, self.dtype, got, truth, plain)
 
 
-def compile_ahead(parts: Iterable[CheckedPart], threads: int) -> None:
+def compile_ahead(parts: Iterable[_CheckedPart], threads: int) -> None:
     """Compile the kernels of these parts in several threads, before any of them runs.
 
     Launchers read no data, so a pass in which every launch compiles and nothing runs meets the same kernels. Backward
@@ -228,7 +228,7 @@ def _check_kernels(write: Callable[..., None], **request: Any) -> None:
     for part in chosen:
         began = time.perf_counter()
         write(kind="begin", part=part.name)
-        results = check_part(part, device)
+        results = _check_part(part, device)
         write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
         write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
     write(kind="done")

@@ -415,7 +415,7 @@ class AttentionConfig:
 OPTIONS = options_of(AttentionConfig)
 """Every option of a layer, in the order of the fields."""
 _OPTION_NAMES = tuple(each.name for each in OPTIONS)
-SIZES = _OPTION_NAMES[: _OPTION_NAMES.index("d_v") + 1 + len(fields(Geometry))]
+_SIZES = _OPTION_NAMES[: _OPTION_NAMES.index("d_v") + 1 + len(fields(Geometry))]
 """Options that may be given by position."""
 CHOICES = {each.name: each.choices for each in OPTIONS if each.choices}
 """The values of each enumerated option."""
@@ -436,11 +436,11 @@ def attention_config(config: AttentionConfig | int | None = None, *sizes: int, *
             raise TypeError("sizes were given beside a config, which has them: change them by name")
         return config.changed(**options)
     positional = () if config is None else (config, *sizes)
-    if len(positional) > len(SIZES):
-        raise TypeError(f"{len(positional)} values were given by position, for {', '.join(SIZES)}: name the rest")
-    if twice := [name for name in SIZES[: len(positional)] if name in options]:
+    if len(positional) > len(_SIZES):
+        raise TypeError(f"{len(positional)} values were given by position, for {', '.join(_SIZES)}: name the rest")
+    if twice := [name for name in _SIZES[: len(positional)] if name in options]:
         raise TypeError(f"{', '.join(twice)} was given by position and by name")
-    values = dict(zip(SIZES, positional, strict=False)) | _known(options)
+    values = dict(zip(_SIZES, positional, strict=False)) | _known(options)
     if missing := [each.name for each in OPTIONS if each.default is MISSING and each.name not in values]:
         raise TypeError(f"missing options of the attention: {', '.join(missing)}")
     return _checked(values)

@@ -53,7 +53,7 @@ class BranchesOutput(NamedTuple):
     """[B, S, G, R] per branch."""
 
 
-GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradient from the first step
+_GATE_STD = 1e-3  # branches start almost equal, so that every one gets a gradient from the first step
 
 
 class GateProjection(nn.Linear):
@@ -68,7 +68,7 @@ class GateProjection(nn.Linear):
         if self._zeros:
             nn.init.zeros_(self.weight)
             return
-        nn.init.normal_(self.weight, std=GATE_STD)
+        nn.init.normal_(self.weight, std=_GATE_STD)
         if "sliding" in self._branches:
             nn.init.constant_(self.bias[self._branches.index("sliding") :: len(self._branches)], self._sliding_init)
 

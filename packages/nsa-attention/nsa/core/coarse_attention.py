@@ -32,7 +32,7 @@ def attend_coarse(
     """
     k_BCGK, v_BCGV, pos_BS, first_BS = compressed
     entry_BS = _last_visible_entry(pos_BS, geometry)
-    k_BMGK = coarse_keys(k_BCGK.detach(), first_BS, coarse)
+    k_BMGK = _coarse_keys(k_BCGK.detach(), first_BS, coarse)
     options = {"geometry": coarse.geometry, "scale": scale}
     chosen_BSGn = run.functions.select(q_BSGRK, k_BMGK, entry_BS, first_BS // coarse.entries, **options)
     out, lse = run.functions.selected(
@@ -48,7 +48,7 @@ def _last_visible_entry(pos_BS: Tensor, geometry: Geometry) -> Tensor:
     return ((pos_BS - geometry.l + 1) // geometry.d).clamp(min=-1)
 
 
-def coarse_keys(k_BCGK: Tensor, first_BS: Tensor, coarse: CoarseLevel) -> Tensor:
+def _coarse_keys(k_BCGK: Tensor, first_BS: Tensor, coarse: CoarseLevel) -> Tensor:
     """The mean key of every complete coarse block: [B, C // m, G, K].
 
     Block j of a document whose entries begin at `first` lies in slot first // m + j. No two blocks share a slot: they

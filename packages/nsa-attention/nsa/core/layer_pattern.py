@@ -9,7 +9,7 @@ from nsa.errors import BrokenRule
 from nsa.option_fields import ARGUMENT_NAMES, OptionNames
 from nsa.options import ATTENTION_KINDS, AttentionKind, RopeLayer
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 _OPTIONS: Mapping[str, tuple[str, ...]] = {"layers": ATTENTION_KINDS, "rope_layers": get_args(RopeLayer)}
 
 
@@ -69,7 +69,7 @@ def broken_merged_rules(
         )
 
 
-def repeated(pattern: Sequence[T], n_layers: int) -> list[T]:
+def repeated(pattern: Sequence[_T], n_layers: int) -> list[_T]:
     """The entry of every layer: the pattern, repeated and cut."""
     return [pattern[layer % len(pattern)] for layer in range(n_layers)]
 

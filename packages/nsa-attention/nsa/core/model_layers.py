@@ -41,7 +41,7 @@ class AttentionHolder(nn.Module):
         return super().train(mode)
 
 
-def layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a layer as parts of an NSA layer's: what kinds share starts from the same values.
 
     Queries, output and norms are the same. Keys and values are those of the layer's own branches, `dense` as `window`;
@@ -68,7 +68,7 @@ def layer_of_kind(kind: AttentionKind, whole: NSAAttention) -> NSAAttention:
     with torch.device("meta"):
         layer = NSAAttention(whole.config, kind=kind, kernels=whole.kernels)
     weight = whole.w_q.weight
-    values = layer_parameters(layer, whole.state_dict())
+    values = _layer_parameters(layer, whole.state_dict())
     layer.to_empty(device=weight.device).to(weight.dtype).load_state_dict(values)
     return layer
 

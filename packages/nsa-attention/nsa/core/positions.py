@@ -77,7 +77,7 @@ def _check_documents(cu_doc_lens: Tensor, length: int, name: str) -> None:
             )
 
 
-class RowPadding:
+class _RowPadding:
     """A padding mask [B, S] of 0 and 1: moves each row's real tokens to its front, and back.
 
     Causal attention over real tokens that come first needs no mask: what follows them changes nothing. A token that is
@@ -152,7 +152,7 @@ class Positions(NamedTuple):
     layout: DocumentLayout | None
     """None with a cache, which has its own."""
     tables: Tables
-    padding: RowPadding | None = None
+    padding: _RowPadding | None = None
     """Made from an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
     sample: QuerySample | None = None
     """Sampled queries of the selector loss; None: there is no such loss in this pass."""
@@ -258,7 +258,9 @@ def _foreign_positions(name: str) -> ConfigError:
     )
 
 
-def padding_of(attention_mask: Tensor | None, batch: int, length: int, cached: bool, packed: bool) -> RowPadding | None:
+def padding_of(
+    attention_mask: Tensor | None, batch: int, length: int, cached: bool, packed: bool
+) -> _RowPadding | None:
     """None if nothing is known to be padding. On an accelerator reading the mask would stall it at every step."""
     if attention_mask is None:
         return None
@@ -266,7 +268,7 @@ def padding_of(attention_mask: Tensor | None, batch: int, length: int, cached: b
         raise ConfigError(
             "attention_mask and cu_doc_lens were both given: packed rows have no padding. Pass one of them."
         )
-    padding = RowPadding(attention_mask, batch, length, cached)
+    padding = _RowPadding(attention_mask, batch, length, cached)
     if attention_mask.is_cpu and not torch.compiler.is_compiling() and bool(padding.real_BS.all()):
         return None
     return padding

@@ -87,7 +87,7 @@ def _compare(
     """Compare chosen blocks with attention mass, for queries of one row that cannot take every block. They choose up to
     `pos`; a window of so many tokens ends at their own positions."""
     n_groups = q_QGRK.shape[1]
-    mass_QGn = block_mass(q_QGRK, pos_Q, start_Q, k_TGK, g.l_sel, scale)
+    mass_QGn = _block_mass(q_QGRK, pos_Q, start_Q, k_TGK, g.l_sel, scale)
     number_n = torch.arange(mass_QGn.shape[-1], device=mass_QGn.device)
     n_free_Q = _free_blocks(pos_Q, g)
     free_Qn = (number_n >= 1) & (number_n <= n_free_Q[:, None])
@@ -122,7 +122,7 @@ def chance_of_block(query: int, block: int, l_sel: int, n_sel: int) -> float | N
     return room / last_free if 1 <= block <= last_free and room < last_free else None
 
 
-def block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_sel: int, scale: float) -> Tensor:
+def _block_mass(q_QGRK: Tensor, pos_Q: Tensor, start_Q: Tensor, k_TGK: Tensor, l_sel: int, scale: float) -> Tensor:
     """Attention mass of each block of the query's document under dense attention, heads of a group added: [Q, G, n]."""
     return _by_block(_token_mass(q_QGRK, pos_Q, start_Q, k_TGK, scale), _places(k_TGK, start_Q), l_sel)
 

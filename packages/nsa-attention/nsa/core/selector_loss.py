@@ -27,7 +27,7 @@ from nsa.kernels.interface import constant_when_traced
 _GOLDEN_RATIO = 0.6180339887498949
 
 
-def sampled_queries(n_tokens: int, share: float, step: int, device: torch.device) -> Tensor:
+def _sampled_queries(n_tokens: int, share: float, step: int, device: torch.device) -> Tensor:
     """Indices [Q] of this share of the tokens, evenly spaced; the first one moves with the step, so that over the steps
     every token is sampled, and a resumed run samples as an uninterrupted one does."""
     count = _sample_size(n_tokens, share)
@@ -102,7 +102,7 @@ def row_sample(layer: Any, rows: int, n_tokens: int, device: torch.device, *, pa
     """
     if not layer.selector_loss or not layer.training or not torch.is_grad_enabled():
         return None
-    sampled_Q = sampled_queries(n_tokens, layer.selector_loss_share, layer.selector_step, device)
+    sampled_Q = _sampled_queries(n_tokens, layer.selector_loss_share, layer.selector_step, device)
     return (torch.arange(rows, device=device)[:, None] * n_tokens + sampled_Q).flatten() if packed else sampled_Q
 
 

@@ -79,7 +79,7 @@ class ReverseModeFunction(torch.autograd.Function):
             cls.refuse(_DOUBLE_BACKWARD)
 
 
-class DifferentiableOperator:
+class _DifferentiableOperator:
     """An operator of torch.library with a gradient, called like a function. `operator.call(…)` does the same with one
     Python function less."""
 
@@ -98,19 +98,19 @@ class DifferentiableOperator:
 def with_gradient(
     operator: torch.library.CustomOpDef, setup_context: Callable[..., None], backward: Callable[..., Any],
     base: type[ReverseModeFunction],
-) -> DifferentiableOperator:  # fmt: skip
+) -> _DifferentiableOperator:  # fmt: skip
     """Register an operator's gradient. `base` has the words of its refusals."""
     members: dict[str, Any] = {"forward": operator, "setup_context": setup_context, "backward": backward}
     function: Any = type(operator._name, (base,), {name: staticmethod(member) for name, member in members.items()})
     operator.register_autograd(backward, setup_context=setup_context)
     operator.register_vmap(base.vmap)
     operator.__signature__ = _ANY_ARGUMENTS  # type: ignore[attr-defined]
-    return DifferentiableOperator(operator, function)
+    return _DifferentiableOperator(operator, function)
 
 
 def without_second_gradient(
     operator: torch.library.CustomOpDef, base: type[ReverseModeFunction]
-) -> DifferentiableOperator:
+) -> _DifferentiableOperator:
     """`with_gradient` of an operator that computes a gradient and has none of its own."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

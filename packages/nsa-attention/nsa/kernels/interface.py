@@ -12,12 +12,12 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 
-Function = TypeVar("Function", bound=Callable[..., object])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Those of queries, keys and values."""
 
 
-def constant_when_traced(function: Function) -> Function:
+def constant_when_traced(function: _Function) -> _Function:
     """`torch.compiler.assume_constant_result`: tracing calls the function and keeps its result.
 
     Written here because torch's decorator imports `torch._dynamo`, which takes longer than importing torch itself.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 def require_one_dtype(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
@@ -38,7 +38,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def without_autocast(x: Tensor, run: Callable[..., Result], *args: Any) -> Result:
+def without_autocast(x: Tensor, run: Callable[..., _Result], *args: Any) -> _Result:
     """`run(*args)` without autocast on x's device."""
     with autocast_off(x):
         return run(*args)

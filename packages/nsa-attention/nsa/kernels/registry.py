@@ -23,7 +23,7 @@ warm_up_vector_math()
 
 BRANCHES = KernelFunctions._fields
 
-VERIFIED_ON = ("cuda",)
+_VERIFIED_ON = ("cuda",)
 """Kinds of device on which 'auto' takes a backend that passes its check."""
 
 Mixing = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -245,7 +245,7 @@ def _select_backend(
         return BackendChoice(branch, name, requested=True)
     refused: list[PassedOver] = []
     for backend in BACKENDS.values():
-        verify = backend.verify if device.type in VERIFIED_ON else None
+        verify = backend.verify if device.type in _VERIFIED_ON else None
         if not backend.by_default and verify is None:
             continue
         if reason := backend.why_not(branch, device, dtype, shape):

@@ -32,7 +32,7 @@ from nsa.kernels.triton.tile_store import tunes
 
 _log = logging.getLogger(__name__)
 
-PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[1]
 """The folder of `nsa`, which the child imports too."""
 _SOURCES = (
     *(
@@ -209,7 +209,7 @@ def key_for(
         gpu, architecture, driver = "interpreter", "cpu", ""
     sizes, name = list(shape[:4]), str(dtype).removeprefix("torch.")
     return CheckKey(
-        gpu, architecture, driver, runtime_version(), str(torch.__version__), triton_version, source_hash(), sizes,
+        gpu, architecture, driver, runtime_version(), str(torch.__version__), triton_version, _source_hash(), sizes,
         shape.geometry.ints, name, tuned, list(parts),
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, boo
 
 
 @cache
-def source_hash(package: Path = PACKAGE) -> str:
+def _source_hash(package: Path = _PACKAGE) -> str:
     files = [file for name in _SOURCES for file in list((package / name).rglob("*.py")) or [package / name]]
     return hash_of_files(files, package)
 
@@ -241,7 +241,7 @@ class CheckRequest(NamedTuple):
     key: CheckKey
     folder: Path
     silence_s: float = _SILENCE_TIMEOUT_S
-    package: Path = PACKAGE
+    package: Path = _PACKAGE
     """The `nsa` that the child imports."""
 
     @property
@@ -265,11 +265,11 @@ def _verified_once(index: int, dtype: torch.dtype, shape: KernelShape, tuned: bo
     request = CheckRequest(device, key_for(device, dtype, shape, tuned=tuned), cache_folder(), silence_s)
     verdict = verify(request)
     if not verdict.passed:
-        _log.warning("%s", warning_text(request.key, verdict))
+        _log.warning("%s", _warning_text(request.key, verdict))
     return verdict
 
 
-def warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
+def _warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
     bar = "!" * 100
     return (
         f"the Triton kernels FAILED their check on this GPU\n{bar}\n"
@@ -327,7 +327,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
     part, done, why, lines = "start", False, "", []
     command = ("-P", "-c", _PROGRAM, str(request.package.parent))
     try:
-        with ChildProcess("the process", command, clean_environment(interpret=request.device.type == "cpu")) as child:
+        with ChildProcess("the process", command, _clean_environment(interpret=request.device.type == "cpu")) as child:
             child.send(**request.arguments)
             try:
                 for message in child.messages(silence_s=request.silence_s):
@@ -371,7 +371,7 @@ def _record(
     return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(hint))
 
 
-def clean_environment(*, interpret: bool) -> dict[str, str]:
+def _clean_environment(*, interpret: bool) -> dict[str, str]:
     """This process's variables without torchrun's and without settings of this package: for one process on one device.
 
     `interpret`: whether Triton's kernels are interpreted there.

@@ -21,7 +21,7 @@ _RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
-class LockHolder:
+class _LockHolder:
     pid: int
     host: str
     since: str
@@ -35,7 +35,7 @@ class RunLock:
 
     def __init__(self, run_folder: Path) -> None:
         self.file = run_folder / LOCK
-        self.died: LockHolder | None = None
+        self.died: _LockHolder | None = None
         """The last holder, if it died without releasing."""
         self._descriptor: int | None = None
 
@@ -55,7 +55,7 @@ class RunLock:
                 time.sleep(_RETRY_S)
             self.died = _read(descriptor)
             now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            _write(descriptor, json.dumps(asdict(LockHolder(os.getpid(), socket.gethostname(), now))))
+            _write(descriptor, json.dumps(asdict(_LockHolder(os.getpid(), socket.gethostname(), now))))
         except BaseException:
             os.close(descriptor)
             raise
@@ -83,7 +83,7 @@ class RunLock:
         self.release()
 
 
-def holder(run_folder: Path) -> LockHolder | None:
+def holder(run_folder: Path) -> _LockHolder | None:
     """The process that holds a run folder now, or None. For reports only: `acquire` decides."""
     try:
         descriptor = os.open(run_folder / LOCK, os.O_RDWR)
@@ -95,9 +95,9 @@ def holder(run_folder: Path) -> LockHolder | None:
         os.close(descriptor)
 
 
-def _read(descriptor: int) -> LockHolder | None:
+def _read(descriptor: int) -> _LockHolder | None:
     try:
-        return LockHolder(**json.loads(os.pread(descriptor, 4096, 0)))
+        return _LockHolder(**json.loads(os.pread(descriptor, 4096, 0)))
     except (ValueError, TypeError):
         return None
 

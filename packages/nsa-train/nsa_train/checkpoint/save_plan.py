@@ -37,18 +37,18 @@ SMALLEST_PIECE_BYTES = 1 << 20
 _MOST_PIECES = 1 << 17
 """Limit for all tensors together, beyond one per tensor and rank: bounds the index and the time to plan."""
 
-Numbers = tuple[int, ...]
+_Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
     name: str
-    size: Numbers
+    size: _Numbers
     """Shape of the whole tensor."""
     properties: TensorProperties
 
 
-Piece = tuple[int, Numbers, Numbers]
+_Piece = tuple[int, _Numbers, _Numbers]
 """Number of the tensor in its table, offsets in the whole tensor, sizes. A plain tuple: a large run has a million."""
 
 
@@ -68,9 +68,9 @@ class RankPieces:
     """Pieces and values that one rank can write, in the order in which it would write them; values last."""
 
     table: TensorTable
-    pieces: list[Piece]
+    pieces: list[_Piece]
 
-    def bytes_of(self, piece: Piece) -> int:
+    def bytes_of(self, piece: _Piece) -> int:
         return math.prod(piece[2]) * self.table.tensors[piece[0]].properties.dtype.itemsize
 
 
@@ -79,7 +79,7 @@ def piece_bytes(total_bytes: int) -> int:
     return max(SMALLEST_PIECE_BYTES, total_bytes // _MOST_PIECES)
 
 
-def cut(offsets: Numbers, sizes: Numbers, itemsize: int, wanted_bytes: int) -> list[tuple[float, Numbers, Numbers]]:
+def cut(offsets: _Numbers, sizes: _Numbers, itemsize: int, wanted_bytes: int) -> list[tuple[float, _Numbers, _Numbers]]:
     """Place in the file, offsets and sizes of the pieces of a shard; none for an empty one.
 
     The place is the position within the shard, 0 to 1. Shards of one piece come before all others: every rank of a
@@ -117,10 +117,10 @@ def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
     Numbers beyond the pieces are those of the values. Raises CheckpointError if the pieces do not make up the tensors.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
-    owners: dict[str, dict[Numbers, list[tuple[int, int]]]] = {}
-    interned: dict[Numbers, torch.Size] = {}  # pickle writes an object once, however many pieces have it
+    owners: dict[str, dict[_Numbers, list[tuple[int, int]]]] = {}
+    interned: dict[_Numbers, torch.Size] = {}  # pickle writes an object once, however many pieces have it
 
-    def size_of(numbers: Numbers) -> torch.Size:
+    def size_of(numbers: _Numbers) -> torch.Size:
         size = interned.get(numbers)
         if size is None:
             size = interned[numbers] = torch.Size(numbers)
@@ -162,11 +162,11 @@ def merge(ranks: Sequence[RankPieces]) -> tuple[Metadata, list[frozenset[int]]]:
 
 
 def _divide_copies(
-    ranks: Sequence[RankPieces], owners: dict[str, dict[Numbers, list[tuple[int, int]]]]
+    ranks: Sequence[RankPieces], owners: dict[str, dict[_Numbers, list[tuple[int, int]]]]
 ) -> list[set[int]]:
     """Give every piece that several ranks offer to one of them, so that all write about as much."""
     dropped: list[set[int]] = [set() for _ in ranks]
-    copies: dict[Numbers, list[list[tuple[int, int]]]] = {}
+    copies: dict[_Numbers, list[list[tuple[int, int]]]] = {}
     for of_tensor in owners.values():
         for holders in of_tensor.values():
             if len(holders) > 1:
@@ -184,7 +184,7 @@ def _divide_copies(
 
 def _require_covered(name: str, tensor: TensorStorageMetadata) -> None:
     """The pieces of a tensor fill it without a gap and without an overlap."""
-    columns: dict[tuple[Numbers, Numbers], list[tuple[int, int]]] = {}
+    columns: dict[tuple[_Numbers, _Numbers], list[tuple[int, int]]] = {}
     covered = 0
     for chunk in tensor.chunks:
         covered += math.prod(chunk.sizes)
@@ -203,7 +203,7 @@ def _require_covered(name: str, tensor: TensorStorageMetadata) -> None:
         )
 
 
-def _overlap(columns: dict[tuple[Numbers, Numbers], list[tuple[int, int]]]) -> bool:
+def _overlap(columns: dict[tuple[_Numbers, _Numbers], list[tuple[int, int]]]) -> bool:
     for rows in columns.values():
         rows.sort()
         if any(stop > start for (_, stop), (start, _) in pairwise(rows)):
@@ -212,9 +212,9 @@ def _overlap(columns: dict[tuple[Numbers, Numbers], list[tuple[int, int]]]) -> b
     return any(_meet(one, other) for number, one in enumerate(boxes) for other in boxes[:number])
 
 
-def _meet(one: tuple[Numbers, Numbers], other: tuple[Numbers, Numbers]) -> bool:
+def _meet(one: tuple[_Numbers, _Numbers], other: tuple[_Numbers, _Numbers]) -> bool:
     """Whether two boxes of the dimensions after the first share a value."""
-    extents: Iterable[Numbers] = zip(*one, *other, strict=True)
+    extents: Iterable[_Numbers] = zip(*one, *other, strict=True)
     return all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in extents)
 
 
@@ -228,7 +228,7 @@ class PackedPieces:
     """A rank's pieces on their way to rank 0, which unpacks equal tables once."""
 
     table: bytes
-    pieces: list[Piece]
+    pieces: list[_Piece]
 
     @classmethod
     def pack(cls, offered: RankPieces) -> Self:
@@ -303,7 +303,7 @@ def _offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
     tensors: list[PlannedTensor] = []
     values: list[str] = []
     properties: dict[object, TensorProperties] = {}  # equal ones as one object, which pickle writes once
-    candidates: list[tuple[float, Piece, object]] = []
+    candidates: list[tuple[float, _Piece, object]] = []
     whole = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     wanted = piece_bytes(sum(value.numel() * value.element_size() for value in whole.values()))
     for name, value in state.items():
@@ -324,7 +324,7 @@ def _offer(state: dict[str, Any], paths: dict[str, Any]) -> RankPieces:
     return replace(offered, pieces=_own_share(offered, [group for _, _, group in candidates]))
 
 
-def _own_share(offered: RankPieces, groups: list[Any]) -> list[Piece]:
+def _own_share(offered: RankPieces, groups: list[Any]) -> list[_Piece]:
     """The pieces that no other replica of the same mesh writes."""
     owners: list[int] = [0] * len(groups)
     for group in set(groups):
@@ -350,7 +350,7 @@ def _replicas(value: Tensor) -> tuple[object, int, int]:
     return (value.device_mesh, tuple(dims)), place, count
 
 
-def _local_part(value: Tensor) -> tuple[Tensor, Numbers]:
+def _local_part(value: Tensor) -> tuple[Tensor, _Numbers]:
     """The tensor on this rank, and where it begins in the whole one."""
     if not isinstance(value, DTensor):
         return value, (0,) * value.dim()

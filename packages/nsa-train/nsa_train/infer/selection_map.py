@@ -24,7 +24,7 @@ _NOTE = "The first block and the two nearest are always read; the others are tho
 
 
 @dataclass(frozen=True)
-class SelectionMap:
+class _SelectionMap:
     """The choices of one layer."""
 
     layer: int
@@ -35,7 +35,7 @@ class SelectionMap:
 
 
 @torch.inference_mode()
-def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
+def selection_maps(loaded: LoadedModel, text: str) -> list[_SelectionMap]:
     """One map per layer that selects blocks, for the beginning of a text, at most as long as a training row."""
     ids = torch.tensor([loaded.encode([text])[0][: loaded.trained_length]], device=loaded.model.device)
     n_tokens = ids.shape[1]
@@ -45,7 +45,7 @@ def selection_maps(loaded: LoadedModel, text: str) -> list[SelectionMap]:
     n_blocks = -(-n_tokens // l_sel)
     return [
         # model.layers.N.attention
-        SelectionMap(int(name.split(".")[2]), _share_of_groups(probe.chosen_BQGN[0].cpu(), n_blocks), l_sel)
+        _SelectionMap(int(name.split(".")[2]), _share_of_groups(probe.chosen_BQGN[0].cpu(), n_blocks), l_sel)
         for name, probe in probes.items()
         if probe.chosen_BQGN is not None
     ]
@@ -57,7 +57,7 @@ def _share_of_groups(idx_SGN: Tensor, n_blocks: int) -> Tensor:
     return chosen_SGn[..., :n_blocks].mean(1)
 
 
-def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
+def write_svg(maps: Sequence[_SelectionMap], path: Path) -> None:
     """A panel per layer: queries downwards, key blocks to the right; the darker a cell, the more groups selected it."""
     n_tokens, n_blocks = maps[0].share_Sn.shape
     width, height = _LEFT + len(maps) * (_SIDE + _GAP), _TOP + _SIDE + _BELOW
@@ -71,7 +71,7 @@ def write_svg(maps: Sequence[SelectionMap], path: Path) -> None:
     write_atomic(path, svg_picture(_TITLE, width, height, parts))
 
 
-def _panel(each: SelectionMap, left: int) -> list[str]:
+def _panel(each: _SelectionMap, left: int) -> list[str]:
     """Rows are samples of the queries, the last token of equal parts; blocks that a query cannot see stay empty."""
     n_tokens, n_blocks = each.share_Sn.shape
     every = max(1, n_tokens // _MOST_ROWS)
@@ -92,14 +92,14 @@ def _panel(each: SelectionMap, left: int) -> list[str]:
     return parts
 
 
-def _text_rows(each: SelectionMap) -> list[str]:
+def _text_rows(each: _SelectionMap) -> list[str]:
     """Rows of characters for blocks of queries, columns for blocks of keys; darker where more queries selected it."""
     n_blocks = each.share_Sn.shape[1]
     of_blocks = [part.mean(0).tolist() for part in each.share_Sn.chunk(n_blocks)]
     return ["".join(_SHADES[round(share * (len(_SHADES) - 1))] * 2 for share in shares) for shares in of_blocks]
 
 
-def side_by_side(maps: Sequence[SelectionMap], columns: int) -> Iterator[str]:
+def side_by_side(maps: Sequence[_SelectionMap], columns: int) -> Iterator[str]:
     """Lines with the maps as characters, as many beside each other as fit in so many columns."""
     shown = [[f"layer {each.layer}".ljust(2 * each.share_Sn.shape[1]), *_text_rows(each)] for each in maps]
     fitting = max(1, (columns + len(_BETWEEN)) // (len(shown[0][0]) + len(_BETWEEN)))

@@ -96,9 +96,9 @@ class StepCounts:
 
 
 _FP32 = 4
-WEIGHTS, GRADIENTS, _REPLICAS = "gather weights", "scatter gradients", "sum replicas"
+_WEIGHTS, GRADIENTS, _REPLICAS = "gather weights", "scatter gradients", "sum replicas"
 _TENSOR, _HALO, _CONTEXT_GATHER, _CONTEXT_SCATTER = "tensor parallelism", "halo", "gather keys", "scatter key gradients"
-OVERLAPPED = (WEIGHTS, GRADIENTS, _REPLICAS)
+OVERLAPPED = (_WEIGHTS, GRADIENTS, _REPLICAS)
 """Purposes whose collectives run while the blocks before or after them compute."""
 
 
@@ -166,7 +166,7 @@ def _of_weights(
     gathered = CollectiveTotal(
         passes * (2 * n_layers + n_outside) + again, width * (passes * (2 * in_blocks + outside) + again * head)
     )
-    yield CollectiveUse(WEIGHTS, CollectiveGroup("all_gather", shards, tp), gathered)
+    yield CollectiveUse(_WEIGHTS, CollectiveGroup("all_gather", shards, tp), gathered)
     scattered = CollectiveTotal(passes * (n_layers + n_outside), passes * _FP32 * (in_blocks + outside))
     yield CollectiveUse(GRADIENTS, CollectiveGroup("reduce_scatter", shards, tp), scattered)
     if parallel.data == "hsdp":

@@ -81,7 +81,7 @@ class _StepTime:
     """How the time was found, as text."""
 
 
-def backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[BackendChoice] | None = None) -> str:
+def _backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[BackendChoice] | None = None) -> str:
     """The slowest of the branches' backends: as decided on this machine, else as the settings request them.
 
     `auto` is the compiled backend on a CPU, and on a GPU Triton, once it has passed its check there.
@@ -195,7 +195,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class BackendEstimate:
+class _BackendEstimate:
     """A run with one kernel backend in every branch."""
 
     backend: str
@@ -233,7 +233,7 @@ class RunEstimate:
     """All devices together; assumed unless given."""
     backend: str
     """The kernel backend that will run, for which time, memory and price are; the slowest, if branches differ."""
-    backends: tuple[BackendEstimate, ...]
+    backends: tuple[_BackendEstimate, ...]
     """The backends to compare, the fastest first."""
 
     @property
@@ -279,13 +279,13 @@ def estimate(
         recomputes_attention=mode == "full",
         optimizer_bytes=_ADAM_BYTES_MOVED * _trained_share(config, target, figures),
     )
-    backend = backend_that_will_run(config, target.device.is_gpu, kernels)
+    backend = _backend_that_will_run(config, target.device.is_gpu, kernels)
 
-    def with_backend(name: str) -> BackendEstimate:
+    def with_backend(name: str) -> _BackendEstimate:
         timing = _step_time(config, target, work, name)
         kernels = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, name))  # in every branch
         memory = _memory(config.model_copy(update={"kernels": kernels}), target, vocab_size, figures)
-        return BackendEstimate(name, timing.seconds, timing.source, memory)
+        return _BackendEstimate(name, timing.seconds, timing.source, memory)
 
     will_run = with_backend(backend)
     time = _StepTime(will_run.step_s, will_run.timing)

@@ -201,7 +201,7 @@ _CALL_S_PER_RANK = 0.2e-6
 
 
 @dataclass(frozen=True)
-class LinkTraffic:
+class _LinkTraffic:
     """Collectives of one purpose in a step, and the time that they take."""
 
     use: CollectiveUse
@@ -214,7 +214,7 @@ class LinkTraffic:
 class LayoutFigures:
     layout: ParallelLayout
     estimate: RunEstimate
-    traffic: tuple[LinkTraffic, ...]
+    traffic: tuple[_LinkTraffic, ...]
     goodput: RunGoodput
     """Goodput at the interval that loses least."""
 
@@ -261,7 +261,7 @@ class LayoutFigures:
 
 
 @dataclass(frozen=True)
-class BranchShare:
+class _BranchShare:
     """Share of an attention branch in the keys that queries read and in the FLOPs of a layer."""
 
     branch: str
@@ -284,7 +284,7 @@ class LayoutPlan:
     """The smallest layout of each split of which none fits."""
     impossible: tuple[ImpossibleSplit, ...]
     considered: int
-    branches: tuple[BranchShare, ...]
+    branches: tuple[_BranchShare, ...]
 
 
 def plan_layouts(
@@ -340,7 +340,7 @@ def _layout_figures(
     )
 
 
-def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
+def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> _LinkTraffic:
     """Time of a ring. Between nodes a group has the network cards of all its ranks on a node, as far as the links
     inside carry it."""
     group, device = use.group, target.device
@@ -350,7 +350,7 @@ def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> LinkTraffic:
         speed = min(speed, device.network_gb_s * group.ranks_in_node(RANKS_PER_NODE))
     received = group.received(use.total.n_bytes)
     calls_s = use.total.calls * (_CALL_S + _CALL_S_PER_RANK * group.size)
-    return LinkTraffic(use, in_node, received, received / (1e9 * _LINK_SHARE * speed) + calls_s)
+    return _LinkTraffic(use, in_node, received, received / (1e9 * _LINK_SHARE * speed) + calls_s)
 
 
 def _best_goodput(
@@ -379,7 +379,7 @@ def _first_of_each(
     return list(first.values())
 
 
-def _branch_shares(config: RunConfig) -> list[BranchShare]:
+def _branch_shares(config: RunConfig) -> list[_BranchShare]:
     """Shares of the branches at the sequence length of a run."""
     model, geometry, length = config.model, config.nsa.geometry, config.train.seq_len
     merged = not {"nsa", "global"} & {*model.attention} and "merged" in model.attention
@@ -390,7 +390,7 @@ def _branch_shares(config: RunConfig) -> list[BranchShare]:
     last = _reads_of_last(geometry, length, merged)
     attended = BRANCH_ORDER[1:] if merged else BRANCH_ORDER
     return [
-        BranchShare(
+        _BranchShare(
             branch,
             last[branch],
             reads[branch],
@@ -411,7 +411,7 @@ def _reads_of_last(geometry: Geometry, length: int, merged: bool) -> dict[str, i
 
 
 @dataclass(frozen=True)
-class CountedFigure:
+class _CountedFigure:
     """One figure of a step on one rank, as estimated and as a simulated step of the engine counted it."""
 
     name: str
@@ -427,19 +427,19 @@ class CountedFigure:
 
 def compare_with_counts(
     config: RunConfig, figures: LayoutFigures, model: ModelFigures, target: HardwareTarget, counts: StepCounts
-) -> Iterator[CountedFigure]:
+) -> Iterator[_CountedFigure]:
     """Compare the estimate of a layout with the counts of a simulated step; `config` is that of the layout.
 
     The estimate's reserve, which no operator allocates, is left out.
     """
     memory = figures.memory
-    yield CountedFigure("held memory", "bytes", memory.weights + memory.optimizer, counts.held_bytes)
-    yield CountedFigure("peak memory", "bytes", memory.total - memory.reserve, counts.peak_bytes)
+    yield _CountedFigure("held memory", "bytes", memory.weights + memory.optimizer, counts.held_bytes)
+    yield _CountedFigure("peak memory", "bytes", memory.total - memory.reserve, counts.peak_bytes)
     tokens = config.train.batch_size * counts.passes * config.train.seq_len / target.count
     per_token = sum(figures.estimate.flops_per_token.values()) + figures.estimate.recomputed_flops_per_token
-    yield CountedFigure("FLOPs", "FLOP", tokens * per_token, counts.flops)
+    yield _CountedFigure("FLOPs", "FLOP", tokens * per_token, counts.flops)
     estimated = by_group(collectives(config, model, target.count, RANKS_PER_NODE, counts.passes))
     for group, total in counts.collectives.items():
         known = estimated.get(group)
         name = f"{group.kind} among {group.size:,}, stride {group.stride:,}"
-        yield CountedFigure(name, "bytes", known.n_bytes if known else 0, total.n_bytes)
+        yield _CountedFigure(name, "bytes", known.n_bytes if known else 0, total.n_bytes)

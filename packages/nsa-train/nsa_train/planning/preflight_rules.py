@@ -385,7 +385,7 @@ RULES: tuple[PreflightRule, ...] = (
     ),
 )
 NAMES = tuple(rule.name for rule in RULES)
-NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed)
+_NEVER_ALLOWED = frozenset(rule.name for rule in RULES if not rule.can_be_allowed)
 
 
 def _seconds(seconds: float) -> str:
@@ -433,7 +433,7 @@ def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
 def how_to_override(failed: Iterable[RuleVerdict]) -> str:
     """The `--allow` options that would start the run anyway, or the rules that cannot be allowed."""
     rules = [verdict.rule for verdict in failed]
-    if never := [rule for rule in rules if rule in NEVER_ALLOWED]:
+    if never := [rule for rule in rules if rule in _NEVER_ALLOWED]:
         return f"--allow does not apply to {', '.join(never)}: the run could not start."
     return "To run it anyway: " + " ".join(f"--allow={rule}" for rule in rules)
 
@@ -445,7 +445,7 @@ def check_names(allowed: Sequence[str]) -> None:
             guess = nearest(name, NAMES)
             hint = f"Did you mean {guess}?" if guess else f"Rules are {', '.join(NAMES)}."
             raise ConfigError(f"--allow {name}: no such preflight rule. {hint}")
-        if name in NEVER_ALLOWED:
+        if name in _NEVER_ALLOWED:
             raise ConfigError(f"--allow {name}: the run could not start. Correct what this rule reports.")
 
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Generic, TextIO
 from nsa.files import open_regular
 from nsa_train.record.value_checks import Parsed, T, section
 
-LONGEST_LINE = 1 << 20
+_LONGEST_LINE = 1 << 20
 """Longer lines are skipped instead of being kept in memory."""
 _LARGEST_FILE = 16 << 20
 """Bytes read of the small files (env.json, .HALT, CSV)."""
@@ -160,7 +160,7 @@ class RecordTail(Generic[T]):
             if self._in_long_line and whole:
                 del whole[0]
                 self._in_long_line = False
-            if self._in_long_line or len(rest) > LONGEST_LINE:
+            if self._in_long_line or len(rest) > _LONGEST_LINE:
                 self._damaged += not self._in_long_line
                 self._in_long_line, rest = True, b""
             self._half = rest

@@ -22,14 +22,14 @@ from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS
 
 RANK_COLUMNS = tuple(name for name, metric in METRICS.items() if metric.every_rank)
 """Columns kept for every rank; all others are kept for the lowest rank only."""
-LEAD_COLUMNS = (*(name for name, metric in METRICS.items() if metric.title), "step_s", "tokens_seen")
+_LEAD_COLUMNS = (*(name for name, metric in METRICS.items() if metric.title), "step_s", "tokens_seen")
 """Columns that are drawn, and those that summaries are computed from."""
 SHARES = tuple(f"share_{branch}" for branch in GATE_BRANCHES)
 """Columns made from `gate_branch_shares`."""
 
 ABSENT = math.nan
 """In a column: the record does not have this value."""
-NOT_FINITE = math.inf
+_NOT_FINITE = math.inf
 """In a column: the value is NaN or infinite."""
 
 _INVERTED = bytes([1, 0]) + bytes(254)
@@ -68,7 +68,7 @@ class _ProcessRecord:
     detail: str = ""
 
 
-class ThinnedSeries:
+class _ThinnedSeries:
     """Keeps at most `most` items, evenly spaced over all that were added, plus the newest."""
 
     def __init__(self, most: int = 512) -> None:
@@ -103,7 +103,7 @@ class RankSeries:
         """Steps since the previous row, or since the checkpoint that the run resumed from."""
         self.superseded = bytearray()
         self.columns = {name: array("d") for name in columns}
-        self._gates = ThinnedSeries()
+        self._gates = _ThinnedSeries()
         self.processes: list[_ProcessRecord] = []
         self.last: Mapping[str, Any] = {}
         self.last_progress: Mapping[str, Any] = {}
@@ -197,7 +197,7 @@ class RunData:
     @property
     def lead(self) -> RankSeries:
         """The lowest rank; values that all ranks share are read from it."""
-        return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*LEAD_COLUMNS, *SHARES))
+        return self.ranks[min(self.ranks)] if self.ranks else RankSeries(0, (*_LEAD_COLUMNS, *SHARES))
 
     @property
     def uses_gpu(self) -> bool:
@@ -215,7 +215,7 @@ class RunData:
         """Add a record of a heartbeat file, as `beat_fields` parses it."""
         if rank not in self.ranks:
             lead = not self.ranks or rank < min(self.ranks)
-            self.ranks[rank] = RankSeries(rank, (*LEAD_COLUMNS, *SHARES) if lead else RANK_COLUMNS)
+            self.ranks[rank] = RankSeries(rank, (*_LEAD_COLUMNS, *SHARES) if lead else RANK_COLUMNS)
         self.ranks[rank].add(record)
 
     def counted_evaluations(self) -> list[EvaluationRecord]:
@@ -238,7 +238,7 @@ def _number(value: Any) -> float:
         number = float(value)
     except ValueError:
         return ABSENT
-    return number if math.isfinite(number) else NOT_FINITE
+    return number if math.isfinite(number) else _NOT_FINITE
 
 
 def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:

@@ -61,7 +61,7 @@ class RunContext:
 
 
 @dataclass(frozen=True)
-class RunInputs:
+class _RunInputs:
     """What a run starts from, once everything that can refuse it has been checked."""
 
     vocab_size: int
@@ -76,7 +76,7 @@ class RunInputs:
     """A checkpoint whose weights a new run starts with."""
 
 
-def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
+def check_inputs(context: RunContext, cleanup: ExitStack) -> _RunInputs:
     """Everything that can refuse a run; writes nothing to its folder."""
     config, ranks, folder = context.config, context.ranks, context.folder
     vocab_size = config.model.vocab_size or datasets.vocabulary(config)
@@ -105,7 +105,7 @@ def check_inputs(context: RunContext, cleanup: ExitStack) -> RunInputs:
     on_first_rank(ranks, partial(datasets.require_set_tokenizer, config))
     tokenizer = datasets.saved_tokenizer(config, vocab_size)
     initial = _initial_weights(context, checkpointer.key, vocab_size, cleanup) if point.path is None else None
-    return RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader, initial)
+    return _RunInputs(vocab_size, tokenizer, checkpointer, point, changes, data, held_out, loader, initial)
 
 
 def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cleanup: ExitStack) -> Path | None:
@@ -131,7 +131,7 @@ def _initial_weights(context: RunContext, key: bytes | None, vocab_size: int, cl
 
 
 def build_trainer_of_run(
-    context: RunContext, inputs: RunInputs, report: RunReport
+    context: RunContext, inputs: _RunInputs, report: RunReport
 ) -> tuple[RollbackTrainer, HeartbeatCallback, StopRequestCallback]:
     """The trainer, with the train module and the callbacks around its steps."""
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -186,7 +186,7 @@ def build_trainer_of_run(
     return trainer, heartbeat, stop_requests
 
 
-def _run_record(context: RunContext, inputs: RunInputs, trainer: RollbackTrainer, policy: BadStepPolicy) -> RunRecord:
+def _run_record(context: RunContext, inputs: _RunInputs, trainer: RollbackTrainer, policy: BadStepPolicy) -> RunRecord:
     """state.json of a checkpoint."""
     return RunRecord(
         step=trainer.global_step,

@@ -36,7 +36,7 @@ from nsa_train.train.engine.engine_log import quiet_engine_log
 from nsa_train.train.engine.simulated_rank import fake_train_module
 from nsa_train.train.engine.train_module import StepSkippingTrainModule
 
-Log = Callable[[str], None]
+_Log = Callable[[str], None]
 _OnDone = Callable[[str, DryRunAttempt], None]
 
 # A step can fail by any of these; torch reports memory, shapes and devices by RuntimeError.
@@ -50,7 +50,7 @@ def dry_run(
     target: HardwareTarget,
     *,
     fetch_remote: bool,
-    log: Log,
+    log: _Log,
     done: _OnDone = lambda part, attempt: None,
     no_data: str | None = None,
     no_real_step: str | None = None,
@@ -88,7 +88,7 @@ def _why_not_here(config: RunConfig, target: HardwareTarget) -> str | None:
 
 
 def _try_here(
-    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: Log, done: _OnDone
+    config: RunConfig, vocab_size: int, world: int, data: DryRunAttempt, batch: Tensors | None, log: _Log, done: _OnDone
 ) -> DryRun:
     try:
         device = choose_device(config, RankInfo())

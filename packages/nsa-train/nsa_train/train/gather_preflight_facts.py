@@ -74,7 +74,7 @@ def gather(
     broken_rule = "ranks" if problem else "precision_fp16" if why_no_fp16(config.runtime.precision) else None
     if try_it and broken_rule is None:
         shares = target.data_ranks(config.parallel.ranks_per_row)
-        tried = dry_run_in_child(
+        tried = _dry_run_in_child(
             config,
             vocab_size,
             target,
@@ -101,7 +101,7 @@ def gather(
     return _with_kernels(facts, estimated, efficiency, price) if target.here and is_long(facts) else facts
 
 
-def dry_run_in_child(
+def _dry_run_in_child(
     config: RunConfig,
     vocab_size: int,
     target: HardwareTarget,
@@ -266,10 +266,10 @@ def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remot
     """Not for a resumed run: a failed evaluation is recorded there and must not prevent it from continuing."""
     if resuming or not config.train.eval_every:
         return DryRunAttempt(not_tried="nothing is evaluated at the start of this run")
-    return try_held_out(config, vocab_size, fetch_remote=fetch_remote)
+    return _try_held_out(config, vocab_size, fetch_remote=fetch_remote)
 
 
-def try_held_out(config: RunConfig, vocab_size: int, *, fetch_remote: bool) -> DryRunAttempt:
+def _try_held_out(config: RunConfig, vocab_size: int, *, fetch_remote: bool) -> DryRunAttempt:
     """Whether the held-out split gives one batch to evaluate on: the preflight rule `held_out`."""
     data, wanted = datasets.held_out_rows(config, vocab_size), config.train.batch_size
     if isinstance(data, DirectData) and not data.held_out_fraction:

@@ -29,7 +29,7 @@ ScoreTokens = Callable[[Batch, Tensor], TokenScores]
 """(batch, labels [B, S]) → scores of every token [B, S]; values without a label are not read."""
 
 
-class PositionLoss(NamedTuple):
+class _PositionLoss(NamedTuple):
     """Mean loss of the tokens predicted from positions `begin` to `end` − 1 of their documents."""
 
     begin: int
@@ -97,7 +97,7 @@ class LossSums:
     def bits_per_byte(self) -> float | None:
         return _bits_per_byte(self.nats, float(self._sums[2, -1]))
 
-    def by_position(self) -> list[PositionLoss]:
+    def by_position(self) -> list[_PositionLoss]:
         """Buckets that hold tokens, nearest position first."""
         parts = []
         for place, sums in enumerate(self._sums.T[:-1].tolist()):
@@ -105,7 +105,7 @@ class LossSums:
             if tokens:
                 begin, end = _FIRST_BUCKET << place >> 1 if place else 0, _FIRST_BUCKET << place
                 error, per_byte = _standard_error(nats, tokens, *more), _bits_per_byte(nats, n_bytes)
-                parts.append(PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
+                parts.append(_PositionLoss(begin, end, int(tokens), nats / tokens, error, per_byte, hits / tokens))
         return parts
 
 

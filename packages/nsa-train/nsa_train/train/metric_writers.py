@@ -137,7 +137,7 @@ class _TrackingService(Protocol):
     def close(self) -> None: ...
 
 
-class BackgroundLogger:
+class _BackgroundLogger:
     def __init__(self, service: _TrackingService, warn: Callable[[str], None]) -> None:
         self._service, self._warn = service, warn
         self._records: queue.Queue[_Record | None] = queue.Queue(_QUEUE_SIZE)
@@ -193,7 +193,7 @@ class BackgroundLogger:
             )
 
 
-class TrackerIds:
+class _TrackerIds:
     """trackers.json: which W&B and MLflow run belongs to a run folder, so that a restart continues it.
 
     Shared by the threads of all trackers. A run that does not resume begins without ids.
@@ -228,7 +228,7 @@ class _MLflow:
 
     name = "MLflow (track.mlflow_uri)"
 
-    def __init__(self, uri: str, experiment: str, run_name: str, ids: TrackerIds) -> None:
+    def __init__(self, uri: str, experiment: str, run_name: str, ids: _TrackerIds) -> None:
         self.errors: tuple[type[Exception], ...] = (OSError,)
         self._ids = ids
         self._uri, self._experiment, self._run_name = uri, experiment, run_name
@@ -273,7 +273,7 @@ class _MLflow:
 class _WandbRun:
     name = "Weights & Biases (track.wandb_project)"
 
-    def __init__(self, config: RunConfig, run_name: str, run_folder: Path, ids: TrackerIds) -> None:
+    def __init__(self, config: RunConfig, run_name: str, run_folder: Path, ids: _TrackerIds) -> None:
         self.errors: tuple[type[Exception], ...] = (OSError,)
         self._config, self._run_name, self._folder, self._ids = config, run_name, run_folder / "wandb", ids
 
@@ -310,13 +310,13 @@ class _WandbRun:
 
 def start_tracking(
     config: RunConfig, run_folder: Path, first: bool, warn: Callable[[str], None], *, resuming: bool = False
-) -> list[BackgroundLogger]:
+) -> list[_BackgroundLogger]:
     """Only the first rank logs; all ranks raise for a tracker that is not installed.
 
     `resuming` continues the tracker runs recorded in this folder.
     """
     track, name = config.track, config.track.name or run_folder.resolve().name
-    ids = TrackerIds(run_folder, resuming=resuming or not first)
+    ids = _TrackerIds(run_folder, resuming=resuming or not first)
     services: list[_TrackingService] = []
     if track.wandb_project is not None:
         _require("wandb", "track.wandb_project")
@@ -324,7 +324,7 @@ def start_tracking(
     if track.mlflow_uri is not None:
         _require("mlflow", "track.mlflow_uri")
         services.append(_MLflow(track.mlflow_uri, track.mlflow_experiment, name, ids))
-    return [BackgroundLogger(service, warn) for service in services] if first else []
+    return [_BackgroundLogger(service, warn) for service in services] if first else []
 
 
 def _require(package: str, key: str) -> None:

@@ -23,8 +23,8 @@ from typing import TextIO
 from nsa.files import write_atomic
 from nsa_train import names
 
-SAVE = signal.SIGUSR2
-DUMP = signal.SIGUSR1
+_SAVE = signal.SIGUSR2
+_DUMP = signal.SIGUSR1
 REGROUP = signal.SIGURG
 """Ignored by default, so that it does not end a rank that has not installed its handlers yet."""
 
@@ -61,7 +61,7 @@ class SignalHandlers:
         return cls(folder / names.stackdump(rank, os.getpid()), folder / names.collectives(rank, os.getpid()))
 
     def install(self) -> None:
-        for number in (*self._stop_signals, SAVE, DUMP, REGROUP):
+        for number in (*self._stop_signals, _SAVE, _DUMP, REGROUP):
             signal.signal(number, self._record)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
 
@@ -70,7 +70,7 @@ class SignalHandlers:
         signal.set_wakeup_fd(-1)
         os.close(self._write_end)  # the listener reads to the end and returns
         self._listener.join()
-        for number in (DUMP, SAVE):
+        for number in (_DUMP, _SAVE):
             signal.signal(number, signal.SIG_IGN)
         for number in (*self._stop_signals, REGROUP):
             signal.signal(number, signal.SIG_DFL)
@@ -80,7 +80,7 @@ class SignalHandlers:
             path.unlink()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVE:
+        if number == _SAVE:
             self.save = True
         elif number == REGROUP:
             self.regroup = True
@@ -90,12 +90,12 @@ class SignalHandlers:
     def _listen(self) -> None:
         with os.fdopen(self._read_end, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):
-                if DUMP not in numbers:
+                if _DUMP not in numbers:
                     continue
                 with suppress(OSError):  # a full disk now must not prevent the next dump
                     faulthandler.dump_traceback(self._file, all_threads=True)
                     if self._collectives is not None:
-                        write_flight_record(self._collectives)
+                        _write_flight_record(self._collectives)
 
 
 def enable_flight_recorder() -> None:
@@ -103,7 +103,7 @@ def enable_flight_recorder() -> None:
     os.environ.setdefault(_BUFFER, _ENTRIES)
 
 
-def write_flight_record(path: Path) -> bool:
+def _write_flight_record(path: Path) -> bool:
     """Write the last collectives of every process group, atomically; False where there are no groups.
 
     It takes no collective and, as a blocked collective releases the interpreter lock, any thread can call it while the

@@ -200,14 +200,14 @@ CONDITIONS = _table(
                     "synchronize the clocks (NTP); until then ages come from file times"),
 )  # fmt: skip
 
-REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
-EXPORTER_DOWN = "exporter_down"
+_REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
+_EXPORTER_DOWN = "exporter_down"
 """Alert that is no condition of a run: its exporter does not respond."""
 _EXPORTER_DOWN_S = 120.0
 _RANK = "{{ if $labels.rank }} rank {{ $labels.rank }}{{ end }}"
 
 
-def alert_name(condition: str) -> str:
+def _alert_name(condition: str) -> str:
     return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
 
 
@@ -231,20 +231,20 @@ def alert_rules(limits: HealthLimits = HealthLimits(), speed: float = 1.0) -> st
             )
         )
     exporter = HealthCondition(
-        EXPORTER_DOWN, AlertLevel.CRITICAL, "exporter", "", "restart nsa exporter; until then use nsa status RUN",
+        _EXPORTER_DOWN, AlertLevel.CRITICAL, "exporter", "", "restart nsa exporter; until then use nsa status RUN",
         alert_for_s=_EXPORTER_DOWN_S,
     )  # fmt: skip
     summary = "exporter {{ $labels.instance }} does not respond: its runs are not monitored"
     groups[AlertLevel.CRITICAL].append(_alert(exporter, 'up{job="nsa"} == 0', summary, speed))
     rules = {"groups": [{"name": f"nsa-{level.value}", "rules": rules} for level, rules in groups.items()]}
-    note = f"# Written by `{REFRESH}`. Edit its source, nsa_train/watch/conditions.py, instead.\n"
+    note = f"# Written by `{_REFRESH}`. Edit its source, nsa_train/watch/conditions.py, instead.\n"
     return note + yaml.safe_dump(rules, sort_keys=False, width=120, allow_unicode=True)
 
 
 def _alert(condition: HealthCondition, expr: str, summary: str, speed: float) -> dict[str, Any]:
     for_s = condition.alert_for_s
     return {
-        "alert": alert_name(condition.name),
+        "alert": _alert_name(condition.name),
         "expr": expr,
         **({"for": f"{max(1, round(for_s / speed))}s"} if for_s else {}),
         "labels": {"severity": condition.level.value, "condition": condition.name, "signal": condition.signal},

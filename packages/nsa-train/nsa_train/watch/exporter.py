@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _LONGEST_LABEL = 80
 
 
-class MetricSample(NamedTuple):
+class _MetricSample(NamedTuple):
     name: str
     labels: Mapping[str, str]
     value: float
@@ -54,7 +54,7 @@ GAUGES: Mapping[str, PrometheusGauge] = {
 }
 """Gauge of each metric of a progress record that is exported as it is (times `scale`)."""
 
-STATES = ("starting", "running", "halted", "stopped", "done", "failed")
+_STATES = ("starting", "running", "halted", "stopped", "done", "failed")
 _STATE_OF_ENDING = {
     names.HALTED: "halted",
     names.STOPPED: "stopped",
@@ -99,24 +99,24 @@ HELP: Mapping[str, str] = {
 """Name and description of every metric that rules and dashboards may use; counters end with `_total`."""
 
 
-def samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[MetricSample]:
+def _samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[_MetricSample]:
     """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
         for name, labels, value in _of_rank(history, log, now, rank in local, limits):
-            yield MetricSample(name, {"rank": str(rank), **labels}, value)
+            yield _MetricSample(name, {"rank": str(rank), **labels}, value)
     yield from _of_run(history, now)
     ended = all(_state_of(log) in _ENDED_REGULARLY for log in history.present.values())
     findings = [] if ended else examine(history, now=now.steady, limits=limits)
     counts = Counter(finding.name for finding in findings)
     for name, condition in CONDITIONS.items():
-        yield MetricSample("nsa_findings", {"condition": name, "severity": condition.level.value}, counts[name])
+        yield _MetricSample("nsa_findings", {"condition": name, "severity": condition.level.value}, counts[name])
     for finding in findings:
         if finding.rank is not None:
             labels = {"condition": finding.name, "severity": finding.level.value, "rank": str(finding.rank)}
-            yield MetricSample("nsa_rank_findings", labels, 1.0)
+            yield _MetricSample("nsa_rank_findings", labels, 1.0)
 
 
-def run_info(env: Mapping[str, Any]) -> MetricSample:
+def _run_info(env: Mapping[str, Any]) -> _MetricSample:
     """Labels from env.json, only fields that cannot contain a secret."""
 
     def part(of: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def run_info(env: Mapping[str, Any]) -> MetricSample:
         "precision": part(config, "runtime").get("precision"),
         "dataset": part(config, "data").get("dataset"),
     }
-    return MetricSample("nsa_run_info", {name: _label(word) for name, word in words.items()}, 1.0)
+    return _MetricSample("nsa_run_info", {name: _label(word) for name, word in words.items()}, 1.0)
 
 
 def _label(word: Any) -> str:
@@ -139,13 +139,13 @@ def _label(word: Any) -> str:
     return printable(word, _LONGEST_LABEL) if isinstance(word, (str, int)) else ""
 
 
-def _of_run(history: RunHistory, now: ClockReading) -> Iterator[MetricSample]:
-    yield MetricSample("nsa_restarts_total", {}, history.event_counts[EventKind.RESTART])
-    yield MetricSample("nsa_rollbacks_total", {}, history.event_counts[EventKind.ROLLBACK])
-    yield MetricSample("nsa_lost_steps_total", {}, history.lost_steps)
-    yield MetricSample("nsa_last_checkpoint_step", {}, history.saved_step)
-    yield MetricSample("nsa_unreadable_records", {}, history.unreadable.total())
-    yield MetricSample(
+def _of_run(history: RunHistory, now: ClockReading) -> Iterator[_MetricSample]:
+    yield _MetricSample("nsa_restarts_total", {}, history.event_counts[EventKind.RESTART])
+    yield _MetricSample("nsa_rollbacks_total", {}, history.event_counts[EventKind.ROLLBACK])
+    yield _MetricSample("nsa_lost_steps_total", {}, history.lost_steps)
+    yield _MetricSample("nsa_last_checkpoint_step", {}, history.saved_step)
+    yield _MetricSample("nsa_unreadable_records", {}, history.unreadable.total())
+    yield _MetricSample(
         "nsa_missing_ranks", {}, sum(rank not in history.present for rank in range(history.facts.world or 1))
     )
     known = {
@@ -156,27 +156,27 @@ def _of_run(history: RunHistory, now: ClockReading) -> Iterator[MetricSample]:
         "nsa_checkpoint_interval_steps": history.facts.save_every or None,
         "nsa_steps_target": history.facts.steps,
     }
-    yield from (MetricSample(name, {}, value) for name, value in known.items() if value is not None)
+    yield from (_MetricSample(name, {}, value) for name, value in known.items() if value is not None)
 
 
 def _of_rank(
     history: RunHistory, log: RankLog, now: ClockReading, local: bool, limits: HealthLimits
-) -> Iterator[MetricSample]:
+) -> Iterator[_MetricSample]:
     rank, state = log.rank, _state_of(log)
-    yield from (MetricSample("nsa_run_state", {"state": each}, float(each == state)) for each in STATES)
-    yield MetricSample("nsa_step", {}, log.last.step)
-    yield MetricSample("nsa_heartbeat_timestamp_seconds", {}, _wall_time(log.last_at, now))
-    yield MetricSample("nsa_step_timestamp_seconds", {}, _wall_time(log.step_at, now))
-    yield MetricSample("nsa_skipped_steps_total", {}, history.skipped[rank])
-    yield MetricSample("nsa_nonfinite_steps_total", {}, history.nonfinite[rank])
-    yield MetricSample("nsa_nonfinite_losses_total", {}, history.bad_losses[rank])
-    yield MetricSample("nsa_nonfinite_grad_norms_total", {}, history.bad_norms[rank])
+    yield from (_MetricSample("nsa_run_state", {"state": each}, float(each == state)) for each in _STATES)
+    yield _MetricSample("nsa_step", {}, log.last.step)
+    yield _MetricSample("nsa_heartbeat_timestamp_seconds", {}, _wall_time(log.last_at, now))
+    yield _MetricSample("nsa_step_timestamp_seconds", {}, _wall_time(log.step_at, now))
+    yield _MetricSample("nsa_skipped_steps_total", {}, history.skipped[rank])
+    yield _MetricSample("nsa_nonfinite_steps_total", {}, history.nonfinite[rank])
+    yield _MetricSample("nsa_nonfinite_losses_total", {}, history.bad_losses[rank])
+    yield _MetricSample("nsa_nonfinite_grad_norms_total", {}, history.bad_norms[rank])
     if not log.ended:
-        yield MetricSample("nsa_heartbeat_limit_seconds", {}, stall_limit_s(log, history, limits))
+        yield _MetricSample("nsa_heartbeat_limit_seconds", {}, stall_limit_s(log, history, limits))
         if local:
-            yield MetricSample("nsa_process_up", {}, float(rank not in history.gone))
+            yield _MetricSample("nsa_process_up", {}, float(rank not in history.gone))
     if state not in _ENDED_REGULARLY:
-        yield MetricSample("nsa_data_substituted", {}, float(history.facts.is_substituted(log.last)))
+        yield _MetricSample("nsa_data_substituted", {}, float(history.facts.is_substituted(log.last)))
         yield from _figures(_latest(log))
 
 
@@ -186,18 +186,18 @@ def _state_of(log: RankLog) -> str:
     return "running" if log.progress else "starting"
 
 
-def _figures(figures: Mapping[str, Any]) -> Iterator[MetricSample]:
+def _figures(figures: Mapping[str, Any]) -> Iterator[_MetricSample]:
     for name, gauge in GAUGES.items():
         if name in figures:
-            yield MetricSample(gauge.name, gauge.labels, figures[name] * gauge.scale)
+            yield _MetricSample(gauge.name, gauge.labels, figures[name] * gauge.scale)
     for branch, share in zip(GATE_BRANCHES, figures.get("gate_branch_shares", ()), strict=False):
-        yield MetricSample("nsa_gate_share_mean_ratio", {"branch": branch}, share)
+        yield _MetricSample("nsa_gate_share_mean_ratio", {"branch": branch}, share)
     for layer, shares in enumerate(figures.get("gate_shares_by_layer", ())):
         for branch, share in zip(GATE_BRANCHES, shares, strict=False):
-            yield MetricSample("nsa_gate_share_ratio", {"branch": branch, "layer": str(layer)}, share)
+            yield _MetricSample("nsa_gate_share_ratio", {"branch": branch, "layer": str(layer)}, share)
     for name in figures:
         if name.startswith("kernel_"):
-            yield MetricSample(
+            yield _MetricSample(
                 "nsa_kernel_info", {"branch": name.removeprefix("kernel_"), "backend": _label(figures[name])}, 1.0
             )
 
@@ -238,7 +238,7 @@ class RunsCollector(Collector):
     def collect(self) -> Iterator[_Family]:
         with self._lock:
             self._find()
-            scraped = [(run, sample) for path, run in run_names(self._readers).items() for sample in self._read(path)]
+            scraped = [(run, sample) for path, run in _run_names(self._readers).items() for sample in self._read(path)]
         yield from _families(scraped)
 
     def close(self) -> None:
@@ -251,16 +251,16 @@ class RunsCollector(Collector):
                 if path not in self._readers and any(path.glob(names.HEARTBEATS)):
                     self._readers[path] = RunReader(path)
 
-    def _read(self, path: Path) -> list[MetricSample]:
+    def _read(self, path: Path) -> list[_MetricSample]:
         reader = self._readers[path]
         with suppress(OSError):
             reader.update()
         local = {log.rank for log in reader.local()}
-        info = [run_info(reader.env)] if reader.env else []
-        return [*samples(reader.history, reader.now, local, self._limits), *info]
+        info = [_run_info(reader.env)] if reader.env else []
+        return [*_samples(reader.history, reader.now, local, self._limits), *info]
 
 
-def run_names(paths: Iterable[Path]) -> dict[Path, str]:
+def _run_names(paths: Iterable[Path]) -> dict[Path, str]:
     """Folder name of each run, with the parent folder where names repeat."""
     paths = list(paths)
     count = Counter(path.name for path in paths)
@@ -268,7 +268,7 @@ def run_names(paths: Iterable[Path]) -> dict[Path, str]:
     return {path: printable(name) for path, name in named.items()}
 
 
-class SharedScrapes:
+class _SharedScrapes:
     """WSGI application that gives concurrent and quickly repeated requests the answer to the first of them."""
 
     def __init__(self, app: "WSGIApplication", clock: Callable[[], float] = time.monotonic) -> None:
@@ -312,7 +312,7 @@ class MetricsExporter:
                 f"cannot listen on {host}:{port} ({getattr(error, 'strerror', error)}): Prometheus could not scrape "
                 f"it. Choose another {'--port' if in_use else '--host'}."
             ) from None
-        self._server.set_app(SharedScrapes(make_wsgi_app(registry)))
+        self._server.set_app(_SharedScrapes(make_wsgi_app(registry)))
         self._server.socket.listen(_WAITING_SCRAPES)
         self.address = _address(host, self._server)
         self._file_sd = file_sd
@@ -350,7 +350,7 @@ def _register(path: Path, address: str) -> None:
     write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
-def _families(scraped: Iterable[tuple[str, MetricSample]]) -> Iterator[_Family]:
+def _families(scraped: Iterable[tuple[str, _MetricSample]]) -> Iterator[_Family]:
     """Groups samples by metric, as the exposition format requires."""
     families: dict[tuple[str, tuple[str, ...]], _Family] = {}
     for run, (name, labels, value) in scraped:

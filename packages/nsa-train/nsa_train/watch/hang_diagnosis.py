@@ -50,7 +50,7 @@ def diagnose_hang(folder: Path, logs: Iterable[RankLog], wait_s: float = 5.0) ->
     traces = dict(_collectives(folder, requested, began))
     if traces:
         yield f"last collectives of ranks {sorted(traces)}: {names.COLLECTIVES}"
-    yield from ranks_behind(traces)
+    yield from _ranks_behind(traces)
 
 
 def _wait(folder: Path, requested: Mapping[int, tuple[int, int]], left_s: float) -> set[int]:
@@ -79,7 +79,7 @@ def _collectives(
                 yield rank, record
 
 
-def ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+def _ranks_behind(traces: Mapping[int, dict[str, Any]]) -> Iterator[str]:
     """Name, per process group, the ranks that have not reached the collective at which the others wait."""
     for backend in ("gloo", "nccl"):
         groups = {rank: _part(_part(record, backend), "pg_status") for rank, record in traces.items()}

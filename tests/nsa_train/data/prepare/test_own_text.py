@@ -18,7 +18,7 @@ from nsa.errors import ConfigError, DataError
 from nsa_train.data.prepare.plan import make_plan
 from nsa_train.data.prepare.run import prepare, read_report
 from nsa_train.data.prepare.slurm import submit
-from nsa_train.data.prepare.task import _HASH_BYTES, TaskReader, _first_occurrences, hash_task, write_masks
+from nsa_train.data.prepare.task import _HASH_BYTES, _first_occurrences, _TaskReader, hash_task, write_masks
 from nsa_train.data.shards.manifest import first_documents, read_manifest, verify_set
 from nsa_train.data.source.read_report import BAD_LINES, BINARY, DUPLICATES, EMPTY, EMPTY_RECORDS
 from nsa_train.storage import StorageFolder
@@ -84,7 +84,7 @@ def test_of_equal_documents_the_first_is_kept(texts: Path, alone: Path) -> None:
     seen: set[str] = set()
     firsts, repeated = [], 0
     for task in plan.tasks():
-        for _, document in TaskReader(plan, task).documents():
+        for _, document in _TaskReader(plan, task).documents():
             if document.text in seen:
                 repeated += 1
             else:

@@ -11,8 +11,8 @@ from nsa_train.data.rows.synthetic import SyntheticRows
 from nsa_train.infer.evaluation.far_evaluation import (
     CandidateScore,
     TransformersScorer,
+    _needle_blocks,
     evaluate_far_task,
-    needle_blocks,
 )
 from nsa_train.infer.evaluation.far_tasks import built_in_hay, make_example
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
@@ -31,7 +31,7 @@ def encode(text: str) -> list[int]:
 
 def test_the_needle_lies_in_its_blocks():
     example = make_example("needle", built_in_hay(), lambda text: len(encode(text)), length=800, depth=0.5, number=0)
-    blocks = needle_blocks(example, encode, 16)
+    blocks = _needle_blocks(example, encode, 16)
     text = "".join(example.prompt[block * 16 : block * 16 + 16] for block in sorted(blocks))
     assert example.needle in text
     assert len(blocks) <= len(example.needle) // 16 + 2

@@ -19,7 +19,7 @@ from nsa_train.data.prefetcher import PrefetchSettings
 from nsa_train.data.rows.batch import Batch
 from nsa_train.data.rows.specs import DirectData, SyntheticData
 from nsa_train.train.distributed import RankInfo
-from nsa_train.train.engine.data_loader import RowLoader, divide_reading, to_engine
+from nsa_train.train.engine.data_loader import RowLoader, _divide_reading, to_engine
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment
 
@@ -171,7 +171,7 @@ def read_without_shared_folder(rank, world, folder, source):
         subprocess.run(["mount", "-t", "tmpfs", "none", f"{folder}/run"], check=True)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks = RankInfo(rank=rank, world=world, distributed=True)
-    divided = divide_reading(DirectData(source, "byte", 32, seed=1), ranks, Path(folder) / "run")
+    divided = _divide_reading(DirectData(source, "byte", 32, seed=1), ranks, Path(folder) / "run")
     assert divided.exchange is None
     dist.barrier()
     dist.destroy_process_group()

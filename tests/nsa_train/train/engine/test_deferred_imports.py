@@ -16,9 +16,9 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 import olmo_core
 
 from nsa_train.train.engine.deferred_imports import (
-    DEFERRED_NAMES,
-    STORAGE_CLIENTS,
-    DeferredModule,
+    _DEFERRED_NAMES,
+    _STORAGE_CLIENTS,
+    _DeferredModule,
     deferred_imports,
 )
 
@@ -110,14 +110,14 @@ def engine_files() -> Iterator[tuple[Path, str]]:
 
 
 def test_the_engine_only_calls_what_is_deferred():
-    """A name that is subclassed, compared or passed on must be taken out of DEFERRED_NAMES."""
-    names = {name for each in DEFERRED_NAMES.values() for name in each}
+    """A name that is subclassed, compared or passed on must be taken out of _DEFERRED_NAMES."""
+    names = {name for each in _DEFERRED_NAMES.values() for name in each}
     wrong = []
     for file, package in engine_files():
         if not any(name in (source := file.read_text(encoding="utf-8")) for name in names):
             continue
         tree = ast.parse(source)
-        for module, deferred in DEFERRED_NAMES.items():
+        for module, deferred in _DEFERRED_NAMES.items():
             for local, name in imported_names(tree, module, package).items():
                 if name in deferred:
                     wrong += [f"{file.relative_to(ENGINE)}:{line}: {local}" for line in uses_beside_calls(tree, local)]
@@ -131,7 +131,7 @@ def test_other_uses_than_calls_are_seen():
     assert (uses_beside_calls(tree, "A"), uses_beside_calls(tree, "b")) == ([2, 5], [6])
 
 
-@pytest.mark.parametrize(("module", "names"), DEFERRED_NAMES.items())
+@pytest.mark.parametrize(("module", "names"), _DEFERRED_NAMES.items())
 def test_deferred_names_exist_in_their_modules(module, names):
     if module.startswith("olmo_core.kernels"):
         pytest.importorskip("triton")
@@ -144,7 +144,7 @@ def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_u
         "from olmo_core import io\n"
         "io.add_cached_path_clients(); assert 'cached_path' not in sys.modules\n"
         "print(io.cached_path(__import__('os').sep))\n"
-        f"import {STORAGE_CLIENTS} as schemes\n"
+        f"import {_STORAGE_CLIENTS} as schemes\n"
         "client = schemes._SCHEME_TO_CLIENT['weka']\n"
         "assert issubclass(client, (io._WekaClient)) and issubclass(client, schemes.SchemeClient)\n"
         "assert client.recoverable_errors == schemes.S3Client.recoverable_errors\n"
@@ -171,10 +171,10 @@ def test_a_submodule_of_a_deferred_module_is_the_real_one(tmp_path, monkeypatch)
     (tmp_path / "package_x" / "__init__.py").write_text("answer = 42\n")
     (tmp_path / "package_x" / "part.py").write_text("runs = []\nruns.append(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(DEFERRED_NAMES, "package_x", ("function",))
+    monkeypatch.setitem(_DEFERRED_NAMES, "package_x", ("function",))
     with deferred_imports():
         stand_in = importlib.import_module("package_x")
-        assert isinstance(stand_in, DeferredModule)
+        assert isinstance(stand_in, _DeferredModule)
         assert stand_in.answer == 42
     with deferred_imports():
         part = importlib.import_module("package_x.part")
@@ -193,7 +193,7 @@ def test_a_submodule_of_a_deferred_module_is_the_real_one(tmp_path, monkeypatch)
 def test_nothing_of_it_is_left_after_the_engine_is_imported():
     with deferred_imports():
         pass
-    assert not any(isinstance(module, DeferredModule) for module in sys.modules.values())
+    assert not any(isinstance(module, _DeferredModule) for module in sys.modules.values())
 
 
 def test_nothing_is_an_instance_of_a_class_that_was_never_imported(in_a_new_process):

@@ -13,8 +13,8 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 from olmo_core.utils import log_or_print, setup_logging
 
 from nsa_train.train.engine.engine_log import (
-    ANNOUNCING_LOGS,
-    TRANSFORMER_ENGINE_LOG,
+    _ANNOUNCING_LOGS,
+    _TRANSFORMER_ENGINE_LOG,
     logging_restored,
     without_announcements,
 )
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_a_transformer_engine_that_does_not_load_is_reported(caplog):
-    log = logging.getLogger(TRANSFORMER_ENGINE_LOG)
+    log = logging.getLogger(_TRANSFORMER_ENGINE_LOG)
     log.warning("transformer_engine unavailable, disabling TE attention: No module named 'transformer_engine'")
     assert not caplog.records
     log.warning("transformer_engine unavailable, disabling TE attention: libcublas.so.13: cannot open")
@@ -59,9 +59,9 @@ def test_importing_prints_nothing_and_announcements_are_dropped_around_the_set_u
     assert [word for word in ("before", "after", "later") if word in said] == ["before", "after", "later"]
 
 
-@pytest.mark.parametrize("name", ANNOUNCING_LOGS)
+@pytest.mark.parametrize("name", _ANNOUNCING_LOGS)
 def test_the_loggers_of_the_engine_have_these_names(name):
-    assert name in logging.root.manager.loggerDict, "the engine logs under another name: adapt ANNOUNCING_LOGS"
+    assert name in logging.root.manager.loggerDict, "the engine logs under another name: adapt _ANNOUNCING_LOGS"
 
 
 def test_logging_is_as_it_was():
@@ -72,5 +72,5 @@ def test_logging_is_as_it_was():
         assert root.level == logging.INFO
     assert before == (root.handlers, root.level, warnings.showwarning, logging.getLogRecordFactory())
     with without_announcements():
-        log_or_print(logging.getLogger(ANNOUNCING_LOGS[0]), "announced")
+        log_or_print(logging.getLogger(_ANNOUNCING_LOGS[0]), "announced")
     assert before[:2] == (root.handlers, root.level)

@@ -10,7 +10,7 @@ from nsa_train import names
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.failure_codes import FailureCode
 from nsa_train.record.heartbeat_record import read_beats
-from nsa_train.train.callbacks.replica_check import fingerprint, odd_ones_out
+from nsa_train.train.callbacks.replica_check import _odd_ones_out, fingerprint
 from tests.nsa_train.train.faulty_runs import Fault, run_faulty
 from tests.nsa_train.train.runs import Job
 
@@ -368,7 +368,7 @@ def test_replicas_are_not_compared_in_between(flips):
     ],
 )
 def test_odd_ones_out(answers, odd):
-    assert odd_ones_out(answers) == odd
+    assert _odd_ones_out(answers) == odd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

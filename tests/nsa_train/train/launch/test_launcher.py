@@ -25,7 +25,7 @@ from nsa_train.record.events import EventKind, LauncherAction, read_events  # no
 from nsa_train.record.failure_codes import code_of_exit_status  # noqa: E402
 from nsa_train.train.launch import launcher as launching  # noqa: E402
 from nsa_train.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
-from nsa_train.train.launch.launcher import LaunchSettings, RankOutcome, classify_exit, launch  # noqa: E402  # noqa: E402
+from nsa_train.train.launch.launcher import LaunchSettings, _classify_exit, _RankOutcome, launch  # noqa: E402  # noqa: E402
 from tests import fork_server  # noqa: E402
 
 STEPS = 12
@@ -58,15 +58,15 @@ STEPS = 12
     ],
 )
 def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
-    outcome = classify_exit(codes, agent)
+    outcome = _classify_exit(codes, agent)
     assert (outcome.code, outcome.restartable) == (code, again)
 
 
 def test_a_reason_names_the_rank_and_the_signal():
-    assert classify_exit({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
-    assert classify_exit({}, -9).why == "the agent was killed by SIGKILL"
-    assert RankOutcome(-9, "").exit_code == 137
-    assert classify_exit({0: 20}, 1).why.startswith("rank 0 exited with 20: ")
+    assert _classify_exit({0: 1, 1: -9}, 1).why == "rank 1 was killed by SIGKILL"
+    assert _classify_exit({}, -9).why == "the agent was killed by SIGKILL"
+    assert _RankOutcome(-9, "").exit_code == 137
+    assert _classify_exit({0: 20}, 1).why.startswith("rank 0 exited with 20: ")
 
 
 def commit(run: Path, step: int) -> None:
@@ -89,11 +89,11 @@ class Lives:
             def __init__(cycle, settings, logs, options, requests, log, show) -> None:
                 self.resumed.append(options.resume)
 
-            def run(cycle) -> RankOutcome:
+            def run(cycle) -> _RankOutcome:
                 code, step = left.pop(0)
                 if step is not None:
                     commit(run, step)
-                return RankOutcome(code, "told so")
+                return _RankOutcome(code, "told so")
 
         monkeypatch.setattr(launching, "_RankCycle", Cycle)
         monkeypatch.setattr(launching._StopRequests, "pause", lambda requests, seconds: self.pauses.append(seconds))

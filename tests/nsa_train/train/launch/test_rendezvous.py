@@ -29,12 +29,12 @@ from nsa_train.train.launch.node_address import (
     interface_of,
 )
 from nsa_train.train.launch.rendezvous import (
-    LOST_S,
+    _LOST_S,
     SEVERAL_NODES,
-    SeveralNodes,
-    SignedBackend,
-    connect_store,
-    serve_store,
+    _connect_store,
+    _serve_store,
+    _SeveralNodes,
+    _SignedBackend,
 )
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 
@@ -208,7 +208,7 @@ def test_several_nodes_listen_at_their_address_and_unpickle_only_what_is_signed(
 
 
 def test_a_state_is_read_by_nodes_with_the_secret_only():
-    backend, stranger = (SignedBackend(C10dRendezvousBackend(dist.HashStore(), "id"), key) for key in (b"a", b"b"))
+    backend, stranger = (_SignedBackend(C10dRendezvousBackend(dist.HashStore(), "id"), key) for key in (b"a", b"b"))
     stranger._inner = backend._inner
     assert backend.get_state() is None
     state, token, won = backend.set_state(b"state")
@@ -223,7 +223,7 @@ def test_a_state_is_read_by_nodes_with_the_secret_only():
 
 
 def _serve(port: int) -> None:
-    store = serve_store("127.0.0.1", port)
+    store = _serve_store("127.0.0.1", port)
     time.sleep(WAIT_S)
     del store
 
@@ -233,9 +233,9 @@ def test_a_program_that_has_the_port_and_never_answers_is_not_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(RendezvousConnectionError, match=f"127.0.0.1:{port} did not answer.*ss -ltnp"):
-            connect_store("127.0.0.1", port, limit_s=0.5)
-    store = serve_store("127.0.0.1")
-    connect_store("127.0.0.1", store.port, limit_s=20.0).set("key", "value")
+            _connect_store("127.0.0.1", port, limit_s=0.5)
+    store = _serve_store("127.0.0.1")
+    _connect_store("127.0.0.1", store.port, limit_s=20.0).set("key", "value")
     assert store.get("key") == b"value"
 
 
@@ -247,7 +247,7 @@ def test_ranks_are_ended_if_those_of_another_node_failed_elsewhere(monkeypatch, 
     monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.0)
     reasons: list[str] = []
     params = RendezvousParameters(SEVERAL_NODES, f"127.0.0.1:{free_port()}", "a-run", 2, 2, local_addr="127.0.0.1")
-    nodes = [SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, reasons.append) for _ in range(2)]
+    nodes = [_SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, reasons.append) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         for meeting in [pool.submit(node.next_rendezvous) for node in nodes]:
             meeting.result(timeout=120)
@@ -277,15 +277,15 @@ def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_los
         assert time.monotonic() < until
         time.sleep(0.1)
     params = RendezvousParameters(SEVERAL_NODES, f"127.0.0.1:{port}", "a-run", 2, 2, local_addr="127.0.0.1")
-    handler = SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda reason: ended.append(seconds))
+    handler = _SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda reason: ended.append(seconds))
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: seconds)
     assert handler.num_nodes_waiting() == 0
-    seconds = 10 * LOST_S
+    seconds = 10 * _LOST_S
     assert handler.num_nodes_waiting() == 0
     assert ended == [], "the rendezvous is there"
     server.kill()
     server.join()
-    for after_s in (READ_S, READ_S + LOST_S - 1, READ_S + LOST_S + 1):  # the first finds it lost
-        seconds = 10 * LOST_S + after_s
+    for after_s in (READ_S, READ_S + _LOST_S - 1, READ_S + _LOST_S + 1):  # the first finds it lost
+        seconds = 10 * _LOST_S + after_s
         assert handler.num_nodes_waiting() == 0
-    assert ended == [READ_S + 11 * LOST_S + 1]
+    assert ended == [READ_S + 11 * _LOST_S + 1]

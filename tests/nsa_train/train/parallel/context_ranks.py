@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from nsa.core.probe import Probe
 from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
-from nsa_train.train.parallel.context_parallel import context_group, own_positions, own_tokens
+from nsa_train.train.parallel.context_parallel import _own_positions, context_group, own_tokens
 from tests.nsa_train.train.parallel.context_cases import ContextCase
 
 DIM = 24
@@ -92,7 +92,7 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
     context = context_group(mesh, zigzag=case.zigzag)
     shape = (case.batch, case.length) if cu is None else x.shape[:2]
     wide = torch.promote_types(x.dtype, torch.float32)
-    where = own_positions(context, divided.layer, shape, cu, own_tokens(context.split, x), wide)
+    where = _own_positions(context, divided.layer, shape, cu, own_tokens(context.split, x), wide)
 
     def mine(whole_BTx: Tensor) -> Tensor:
         return own_tokens(context.split, whole_BTx)

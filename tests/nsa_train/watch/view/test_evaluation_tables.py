@@ -4,14 +4,14 @@ import re
 
 from nsa_train.record.evaluations import checked_results, read_evaluations
 from nsa_train.watch.view.evaluation_tables import evaluation_section, result_tables
-from nsa_train.watch.view.layer_chart import MASS_PARTS, layer_advice, layer_svg
+from nsa_train.watch.view.layer_chart import _MASS_PARTS, layer_advice, layer_svg
 from tests.nsa_train.record.test_evaluations import HELD_OUT, HOSTILE, add, cell, far
 
 COMPARED = dict(tokens=228, loss=2.78, against_loss=2.7, difference=0.08, difference_standard_error=0.01, same_top=0.93)
 COMPARED |= dict(divergence=0.0417, divergence_standard_error=None)
 AGREEMENT = dict(data="a set", rows=4, against="dense", **COMPARED, by_position=[dict(begin=0, end=128, **COMPARED)])
 LAYER_ROWS = [
-    dict(layer=0, kind="merged", harm=0.01, harm_standard_error=None, gain=0.004, **dict.fromkeys(MASS_PARTS, 0.2)),
+    dict(layer=0, kind="merged", harm=0.01, harm_standard_error=None, gain=0.004, **dict.fromkeys(_MASS_PARTS, 0.2)),
     dict(layer=3, kind="window", harm=0.05, harm_standard_error=0.001, gain=0.045),
 ]
 LAYERS = dict(rows=4, seq_len=8192, against="dense", divergence=0.0613, layers=LAYER_ROWS, keep_dense=[3], advised=[3])

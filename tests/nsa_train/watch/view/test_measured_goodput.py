@@ -10,13 +10,13 @@ import pytest
 from nsa_train import names
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.heartbeat_record import HeartbeatRecord
-from nsa_train.record.run_data import LEAD_COLUMNS, EvaluationRecord, RankSeries
+from nsa_train.record.run_data import _LEAD_COLUMNS, EvaluationRecord, RankSeries
 from nsa_train.watch.view.measured_goodput import HOW_MEASURED, Goodput, TimeCause, goodput
 from tests.nsa_train.record.beats import a_beat, progress
 
 
 def series(beats: Iterable[HeartbeatRecord]) -> RankSeries:
-    rank_series = RankSeries(0, LEAD_COLUMNS)
+    rank_series = RankSeries(0, _LEAD_COLUMNS)
     for beat in beats:
         rank_series.add(beat.as_dict())
     return rank_series

@@ -17,7 +17,7 @@ from nsa.geometry import Geometry
 from nsa.kernels.cpu import build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BRANCHES = {"sliding": 0, "compressed": 1, "selected": 2}
+_BRANCHES = {"sliding": 0, "compressed": 1, "selected": 2}
 ISAS = ("plain", "avx2", "avx512", "amx")
 _OUTCOMES = {
     1: "documents overlap on the key axis: gradients of keys are summed per document. Set kernels.selected='portable'.",
@@ -152,7 +152,7 @@ def query_problem(
     require("document starts", start, (B, S), torch.int64)
     threads, g = torch.get_num_threads(), geometry
     arguments = AttentionProblem(
-        DTYPES[q.dtype], isa_for(q.dtype), threads, BRANCHES[branch], B, S, 0, G, R, K, d_v,
+        DTYPES[q.dtype], isa_for(q.dtype), threads, _BRANCHES[branch], B, S, 0, G, R, K, d_v,
         g.w, g.l, g.d, g.l_sel, g.n_sel, scale,
     )  # fmt: skip
     arguments.q = rows(q)

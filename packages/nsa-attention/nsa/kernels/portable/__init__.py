@@ -37,7 +37,7 @@ from nsa.kernels.portable.selection import select as select
 def attend_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     if not x.k_BTGK.shape[1]:  # no keys, as where rows are shorter than a compressed block
         return _unseen(x)
-    x = forward_inputs(x)
+    x = _forward_inputs(x)
     if may_read(x.q_BSGRK):
         return _forward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x))
     if x.branch == "selected":
@@ -53,7 +53,7 @@ def attend_backward(
 ) -> Gradients:
     if not x.k_BTGK.shape[1]:
         return torch.zeros_like(x.q_BSGRK), torch.zeros_like(x.k_BTGK), torch.zeros_like(x.v_BTGV)
-    x, results = backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
+    x, results = _backward_inputs(x, (out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
     if may_read(x.q_BSGRK):
         return _backward(x, selected_chunks(x) if x.branch == "selected" else range_chunks(x), *results)
     if x.branch == "selected":
@@ -114,13 +114,13 @@ _GivenToBackward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 """Outputs, log-sum-exps, and the gradients of both."""
 
 
-def forward_inputs(x: BranchInputs) -> BranchInputs:
+def _forward_inputs(x: BranchInputs) -> BranchInputs:
     if _nothing_to_clean(x, x.v_BTGV):
         return x
     return x._replace(k_BTGK=x.k_BTGK + _spoiled(x.v_BTGV), v_BTGV=_cleaned(x.v_BTGV))
 
 
-def backward_inputs(x: BranchInputs, saved: _GivenToBackward) -> tuple[BranchInputs, _GivenToBackward]:
+def _backward_inputs(x: BranchInputs, saved: _GivenToBackward) -> tuple[BranchInputs, _GivenToBackward]:
     """A query that sees a spoiled key needs no mark: its log-sum-exp is NaN since the forward pass."""
     out, lse, dout, dlse = saved
     if _nothing_to_clean(x, x.q_BSGRK, x.k_BTGK, x.v_BTGV, out, dout, *([] if dlse is None else [dlse])):

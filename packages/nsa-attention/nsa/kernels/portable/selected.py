@@ -58,11 +58,11 @@ class BlockChunk(NamedTuple):
         return query_rows(x, heads_per_group) if self.shared else x
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
-        matrix, steps = as_rows(x_BTGX)
+        matrix, steps = _as_rows(x_BTGX)
         return wide(matrix.index_select(0, self._rows_in(x_BTGX, steps))).view(*self.key.shape, x_BTGX.shape[-1])
 
     def add(self, total_BTGX: Tensor, part: Tensor) -> None:
-        matrix, steps = as_rows(total_BTGX)
+        matrix, steps = _as_rows(total_BTGX)
         matrix.index_add_(0, self._rows_in(total_BTGX, steps), part.flatten(0, -2))
 
     def _rows_in(self, x_BTGX: Tensor, steps: tuple[int, int, int]) -> Tensor:
@@ -75,7 +75,7 @@ class BlockChunk(NamedTuple):
         return self.row_of[steps]
 
 
-def as_rows(x_BTGX: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
+def _as_rows(x_BTGX: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """Keys where they lie, as a matrix [n, X], and how many of its rows are between batches, tokens and groups.
 
     Keys of a cache, or of a projection for several branches, are not next to each other; they are copied only if they
@@ -174,7 +174,7 @@ def windows_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
 
 
 def _forward(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor]:
-    pieces = build_pieces(x, at)
+    pieces = _build_pieces(x, at)
     k, v = pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV)
     out_nMV, lse_nM = attend(pieces.rows(x.q_BSGRK[:, at]), k, v, pieces.hidden, x.scale)
     lse_BcGMR = pieces.of_queries(lse_nM[..., None], -torch.inf).squeeze(-1)
@@ -195,7 +195,7 @@ def windows_backward(
     for at in _chunks(x):
         dlse = None if dlse_BSGR is None else dlse_BSGR[:, at, ..., None]
         delta_BcGR1 = row_correction(wide(dout_BSGRV[:, at]), wide(out_BSGRV[:, at]), dlse)
-        pieces = build_pieces(x, at)
+        pieces = _build_pieces(x, at)
         dq_nMK, dk_nLK, dv_nLV = _backward(x, at, pieces, dout_BSGRV[:, at], lse_BSGR[:, at], delta_BcGR1)
         dq_BSGRK[:, at] = pieces.of_queries(dq_nMK, 0).sum(3)
         dk_BTGK += pieces.sum_by_key(dk_nLK)
@@ -205,7 +205,7 @@ def windows_backward(
 
 
 def _backward(
-    x: BranchInputs, at: slice, pieces: "WindowPieces", dout_BcGRV: Tensor, lse_BcGR: Tensor, delta_BcGR1: Tensor
+    x: BranchInputs, at: slice, pieces: "_WindowPieces", dout_BcGRV: Tensor, lse_BcGR: Tensor, delta_BcGR1: Tensor
 ) -> Gradients:
     """Gradients of each piece's queries, keys and values."""
     q, dout, k, v = pieces.rows(x.q_BSGRK[:, at]), pieces.rows(dout_BcGRV), pieces.keys(x.k_BTGK), pieces.keys(x.v_BTGV)
@@ -213,7 +213,7 @@ def _backward(
     return gradients(dout, q, k, v, pieces.hidden, lse, delta, x.scale)
 
 
-class WindowPieces(NamedTuple):
+class _WindowPieces(NamedTuple):
     """Entries of a chunk of queries, in pieces that share a window of keys."""
 
     entry_nP: Tensor
@@ -270,7 +270,7 @@ def _entries_per_choice(start_BS: Tensor) -> int:
     return 1 if start_BS.stride(1) == 0 else 2
 
 
-def build_pieces(x: BranchInputs, at: slice) -> WindowPieces:
+def _build_pieces(x: BranchInputs, at: slice) -> _WindowPieces:
     idx_BcGN, pos_Bc, start_Bc = x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at]
     (B, _, G, _), device, l_sel, n_keys = idx_BcGN.shape, idx_BcGN.device, x.geometry.l_sel, x.k_BTGK.shape[1]
     entries = _entries_per_choice(start_Bc)
@@ -317,7 +317,7 @@ def build_pieces(x: BranchInputs, at: slice) -> WindowPieces:
     window = of_entry.clamp(max=n_places - 1)
     place = (first_piece[window] * PIECE + rank - offset[window]).view_as(seen_BcGM).masked_fill(~seen_BcGM, 0)
     row_BT = torch.arange(n_keys, device=device) - origin_B[:, None]
-    return WindowPieces(
+    return _WindowPieces(
         entry_nP, hidden_nPL[:, :, None], batch_n1, key_nL.clamp(0, n_keys - 1), group_n1, first_piece, place,
         seen_BcGM, row_BT,
     )  # fmt: skip

@@ -25,7 +25,7 @@ OnTensor = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class SourceFolder:
+class _SourceFolder:
     """A folder whose config.json was read."""
 
     path: Path
@@ -45,7 +45,7 @@ class SourceWeights:
     dtype: torch.dtype
 
 
-def open_source(folder: Path) -> SourceFolder:
+def open_source(folder: Path) -> _SourceFolder:
     """Read config.json of a dense model, or of a model of flash-linear-attention; raises CheckpointError."""
     if not folder.is_dir():
         raise CheckpointError(
@@ -58,7 +58,7 @@ def open_source(folder: Path) -> SourceFolder:
         query = describe_weights(folder).get(FLA_QUERY)
         return query.shape[0] if query is not None and query.shape else 0
 
-    return SourceFolder(folder, text, parse_source_config(text, folder / CONFIG, query_rows))
+    return _SourceFolder(folder, text, parse_source_config(text, folder / CONFIG, query_rows))
 
 
 def parse_source_config(text: str, where: Path, query_rows: Callable[[], int]) -> SourceModel:
@@ -77,7 +77,7 @@ def parse_source_config(text: str, where: Path, query_rows: Callable[[], int]) -
     return parse_dense_config(values, where)
 
 
-def read_source(source: SourceFolder, on_tensor: OnTensor = lambda done, total: None) -> SourceWeights:
+def read_source(source: _SourceFolder, on_tensor: OnTensor = lambda done, total: None) -> SourceWeights:
     """Read and check the tensors; raises CheckpointError."""
     folder, model = source.path, source.model
     config, shapes = model.config, dict[str, tuple[int, ...]]()

@@ -37,7 +37,7 @@ CountCallback = Callable[[int, int], None]
 """Called with the number of tokens written and of units read since the last call."""
 
 
-class TaskReader:
+class _TaskReader:
     """The documents of one task that have text, in file order. `report` and `bad_units` are filled on the way."""
 
     def __init__(self, plan: PreparePlan, task: PrepareTask, on_count: CountCallback = lambda tokens, units: None):
@@ -139,7 +139,7 @@ def run_task(
         return
     tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
     check_same(plan.vocab_size, plan.fingerprint, tokenizer)
-    reader = TaskReader(plan, plan.tasks()[rank], on_count)
+    reader = _TaskReader(plan, plan.tasks()[rank], on_count)
     # A rename needs the same file system as its target; an upload does not.
     scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
     writers = {split: _SplitWriter(f"{split}/{rank:06d}", plan, out, scratch) for split in SPLITS}
@@ -244,7 +244,7 @@ def hash_task(
     plan: PreparePlan, out: StorageFolder, rank: int, on_count: CountCallback = lambda tokens, units: None
 ) -> None:
     """Store the hashes of a task's documents."""
-    reader = TaskReader(plan, plan.tasks()[rank], on_count)
+    reader = _TaskReader(plan, plan.tasks()[rank], on_count)
     hashes = bytearray()
     for batch in _batches(reader.documents()):
         for _, document in batch:

@@ -26,7 +26,7 @@ from nsa_train.data.source.read_report import BAD_ENCODING, BINARY, ReadReport
 _MAX_FILE_BYTES = 2**28
 """A document is tokenized as a whole, which takes many times its size in memory."""
 DEFAULT_FALLBACK = "cp1252"
-UTF8 = "UTF-8"
+_UTF8 = "UTF-8"
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig", "UTF-8 with a byte order mark"),
     (codecs.BOM_UTF32_LE, "utf-32", "UTF-32"),  # before UTF-16, whose mark is the beginning of this one
@@ -110,12 +110,12 @@ class TextFileSource:
         is_page = file_kind(file.name) == "html"
         charset = _declared_charset(raw) if is_page else None
         try:
-            decoded = decode_text(raw, fallback=self._fallback, declared=find_encoding(charset) if charset else None)
-        except NotText as error:
+            decoded = _decode_text(raw, fallback=self._fallback, declared=_find_encoding(charset) if charset else None)
+        except _NotText as error:
             raise UnreadableText(f"{self.unit(index)} is not text: {error}", BINARY) from error
-        except UnknownEncoding as error:
+        except _UnknownEncoding as error:
             raise UnreadableText(f"{self.unit(index)} cannot be decoded: {error}", BAD_ENCODING) from error
-        if decoded.encoding != UTF8 and self._report is not None:
+        if decoded.encoding != _UTF8 and self._report is not None:
             self._report.decoded(decoded.encoding, file.name)
         text = decoded.text.replace("\r\n", "\n").replace("\r", "\n")
         text = html_text(text) if is_page else text
@@ -128,11 +128,11 @@ class TextFileSource:
         )
 
 
-class NotText(ValueError):
+class _NotText(ValueError):
     """The bytes are not text."""
 
 
-class UnknownEncoding(ValueError):
+class _UnknownEncoding(ValueError):
     """The bytes look like text, in an encoding that is neither UTF-8 nor the fallback."""
 
 
@@ -143,7 +143,7 @@ class _DecodedText:
     """Name for the report; `UTF8` for plain UTF-8."""
 
 
-def find_encoding(name: str) -> str | None:
+def _find_encoding(name: str) -> str | None:
     """Python's name of a text encoding; None if there is none. Browsers read Latin-1 as Windows-1252, and so do we."""
     try:
         codec = codecs.lookup(name.strip()).name
@@ -155,33 +155,33 @@ def find_encoding(name: str) -> str | None:
 
 
 def require_encoding(name: str) -> str:
-    """`find_encoding`, for a name that a user gave."""
-    if (encoding := find_encoding(name)) is None:
+    """`_find_encoding`, for a name that a user gave."""
+    if (encoding := _find_encoding(name)) is None:
         raise ConfigError(f"encoding {name!r} is not known. Use e.g. cp1252, iso8859-15, cp1251, shift_jis or gb18030.")
     return encoding
 
 
-def decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str | None = None) -> _DecodedText:
+def _decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str | None = None) -> _DecodedText:
     """Decode a whole file. `declared` is an encoding that the file names itself (`<meta charset>`).
 
     A file that is UTF-8 except for a few bytes is read as UTF-8 with replacement characters: reading all of it with the
-    fallback would change every accent. Raises `NotText` or `UnknownEncoding`.
+    fallback would change every accent. Raises `_NotText` or `_UnknownEncoding`.
     """
     for mark, codec, name in _MARKS:
         if raw.startswith(mark):
             try:
                 return _checked(_DecodedText(raw.decode(codec), name))
             except UnicodeDecodeError as error:
-                raise UnknownEncoding(f"it starts like {name} and is not ({error.reason})") from error
+                raise _UnknownEncoding(f"it starts like {name} and is not ({error.reason})") from error
     if b"\0" in raw:
-        raise NotText("it has NUL bytes; UTF-16 is read if it starts with a byte order mark")
+        raise _NotText("it has NUL bytes; UTF-16 is read if it starts with a byte order mark")
     if declared is not None and declared != "utf-8" and (raw.isascii() or not _is_utf8(raw)):
         try:
             return _checked(_DecodedText(raw.decode(declared), declared))
         except UnicodeDecodeError:
             pass  # pages name encodings that they do not have
     try:
-        return _checked(_DecodedText(raw.decode("utf-8"), UTF8))
+        return _checked(_DecodedText(raw.decode("utf-8"), _UTF8))
     except UnicodeDecodeError:
         pass
     replaced = raw.decode("utf-8", "replace")
@@ -192,7 +192,7 @@ def decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str |
         return _checked(_DecodedText(raw.decode(fallback), fallback))
     except UnicodeDecodeError as error:
         _checked(_DecodedText(raw.decode("latin-1"), "latin-1"))
-        raise UnknownEncoding(f"it is neither UTF-8 nor {fallback} (byte {raw[error.start]:#04x})") from error
+        raise _UnknownEncoding(f"it is neither UTF-8 nor {fallback} (byte {raw[error.start]:#04x})") from error
 
 
 def _is_utf8(raw: bytes) -> bool:
@@ -204,11 +204,11 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 def _checked(decoded: _DecodedText) -> _DecodedText:
-    """Raise `NotText` for control characters that no text has."""
+    """Raise `_NotText` for control characters that no text has."""
     sample = decoded.text[:_CHECKED_CHARACTERS]
     controls = sum(sample.count(chr(code)) for code in range(32) if chr(code) not in _TEXT_CONTROLS)
     if controls > _MOST_CONTROLS * len(sample):
-        raise NotText(f"{controls:,} of {len(sample):,} characters are control characters")
+        raise _NotText(f"{controls:,} of {len(sample):,} characters are control characters")
     return decoded
 
 

@@ -57,7 +57,7 @@ def _score_example(example: FarExample, scorer: _AnswerScorer, encode: _Encode) 
     return _AnswerOutcome(scores[best] is right, right.greedy, -right.log_likelihood)
 
 
-def needle_blocks(example: FarExample, encode: _Encode, l_sel: int) -> set[int]:
+def _needle_blocks(example: FarExample, encode: _Encode, l_sel: int) -> set[int]:
     """The selection blocks that hold the sentence with the answer."""
     before, after = (
         len(encode(example.prompt[:end])) for end in (example.needle_at, example.needle_at + len(example.needle))
@@ -178,7 +178,7 @@ def evaluate_far_task(
                     task, hay, lambda text: len(encode(text)), length=length, depth=depth, number=number, seed=seed
                 )
                 outcomes.append(_score_example(example, scorer, encode))
-                needle.add(selected_by_layer(), needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
+                needle.add(selected_by_layer(), _needle_blocks(example, encode, l_sel), outcomes[-1].chosen)
                 candidates = len(example.candidates)
                 after_example()
             chosen, exact = sum(each.chosen for each in outcomes), sum(each.exact for each in outcomes)

@@ -54,7 +54,7 @@ another, and the last of them stands where the road begins to climb again.
 """
 
 _CANDIDATES = 8
-CHAINS, HOPS = 4, 3
+_CHAINS, _HOPS = 4, 3
 _PAIRS = 16
 _SENTENCE_ENDS = (".", "!", "?", ":")
 _BACK_TO_SENTENCE = 40
@@ -257,8 +257,8 @@ def _needles(names: _Names, keys: int) -> _TaskText:
 
 def _variable_tracking(names: _Names) -> _TaskText:
     chains, numbers, asked = [], [], ""
-    for _ in range(CHAINS):
-        variables, value = [names.code() for _ in range(HOPS + 1)], names.number()
+    for _ in range(_CHAINS):
+        variables, value = [names.code() for _ in range(_HOPS + 1)], names.number()
         links = [f"Variable {a} is set to the value of {b}." for b, a in pairwise(variables)]
         chains.append((f"Variable {variables[0]} is set to {value}.", *links))
         numbers.append(value)

@@ -24,7 +24,7 @@ _AnswerPlaces = Callable[[np.ndarray], Sequence[AnswerPlace]]
 
 
 @dataclass
-class HitCounts:
+class _HitCounts:
     """Questions of one layer, or of all together."""
 
     questions: int = 0
@@ -57,12 +57,12 @@ class HitCounts:
 class FactHits:
     """Hits of every layer that selects blocks, in any group, and of any layer."""
 
-    by_layer: list[HitCounts] = field(default_factory=list)
-    any_layer: HitCounts = field(default_factory=HitCounts)
+    by_layer: list[_HitCounts] = field(default_factory=list)
+    any_layer: _HitCounts = field(default_factory=_HitCounts)
 
     def add(self, selected_by_layer: Sequence[Collection[int]], fact_blocks: set[int], right: bool) -> None:
         """Count a question: the blocks that each layer selected, those of the fact, and whether the answer is right."""
-        self.by_layer = self.by_layer or [HitCounts() for _ in selected_by_layer]
+        self.by_layer = self.by_layer or [_HitCounts() for _ in selected_by_layer]
         hits = [not fact_blocks.isdisjoint(blocks) for blocks in selected_by_layer]
         for counts, hit in zip(self.by_layer, hits, strict=True):
             counts.add(hit, right)
@@ -178,7 +178,7 @@ def mass_shares(counts: SelectionCounts) -> dict[str, float]:
     return {name: getattr(counts, name) / counts.queries for name in ("window_mass", "forced_mass", "scored_mass")}
 
 
-def _hit_record(counts: HitCounts, expected: float) -> dict[str, Any]:
+def _hit_record(counts: _HitCounts, expected: float) -> dict[str, Any]:
     return {
         "questions": counts.questions,
         "chance": expected / counts.questions,

@@ -32,7 +32,7 @@ class ReplicaCheckCallback(Callback):
             return
         parameters = list(self.trainer.train_module.model.parameters())
         answers = self.collectives.gather([fingerprint(parameters), shard(parameters[0])])
-        if odd := odd_ones_out([(place, print_) for print_, place in answers]):
+        if odd := _odd_ones_out([(place, print_) for print_, place in answers]):
             who = ", ".join(map(str, odd))
             raise ReplicaError(
                 f"step {self.step}: the weights of rank {who} differ from their replicas', which got the same "
@@ -41,7 +41,7 @@ class ReplicaCheckCallback(Callback):
             )
 
 
-def odd_ones_out(answers: Sequence[tuple[int, int]]) -> list[int]:
+def _odd_ones_out(answers: Sequence[tuple[int, int]]) -> list[int]:
     """Ranks that differ from most others of their shard; all of them where there is no majority.
 
     `answers` are (shard, fingerprint) by rank.

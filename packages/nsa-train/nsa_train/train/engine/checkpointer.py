@@ -62,7 +62,7 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.train.engine import PathOrStr
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _READING_THREADS = 4
 

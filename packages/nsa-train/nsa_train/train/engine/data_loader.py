@@ -31,7 +31,7 @@ from nsa_train.data.unit_exchange import ExchangeSettings
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.held_out_loss import next_token_labels
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 Tensors = dict[str, Any]
 
@@ -108,7 +108,7 @@ class RowLoader(TextDataLoaderBase):
 
     def _prefetched(self) -> Iterator[tuple[Batch, State | None]]:
         self._prefetcher = prefetcher = BatchPrefetcher(
-            divide_reading(self.data, self.ranks, self.work_dir),
+            _divide_reading(self.data, self.ranks, self.work_dir),
             global_rows=self.global_rows,
             rank=self.ranks.data_rank,
             world=self.ranks.data_world,
@@ -120,7 +120,7 @@ class RowLoader(TextDataLoaderBase):
             yield batch, prefetcher.state_dict()
 
     def _read(self) -> Iterator[tuple[Batch, State | None]]:
-        data = divide_reading(self.data, self.ranks, self.work_dir)
+        data = _divide_reading(self.data, self.ranks, self.work_dir)
         if isinstance(data, DirectData) and data.exchange is not None:
             data = replace(data, exchange=replace(data.exchange, timeout_s=data.loader_timeout_s))
         stream = data.open()
@@ -134,7 +134,7 @@ class RowLoader(TextDataLoaderBase):
             stream.close()
 
 
-def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
+def _divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
     """Divide the reading of documents among the ranks, which must all call this at the same time; rows stay the same.
 
     Ranks whose run folder is on a disk of their own cannot exchange tokens: then each reads everything.
@@ -146,7 +146,7 @@ def divide_reading(data: RowData, ranks: RankInfo, work_dir: Path) -> RowData:
         raise CheckpointError(f"{folder} cannot be made ({problem}): ranks share tokens there. Check the run folder.")
     if not all(all_gather_object(Path(folder).is_dir())):
         if ranks.first:
-            log.warning("%s is not seen by every rank: each rank reads and tokenizes all of the data. Put the run "
+            _log.warning("%s is not seen by every rank: each rank reads and tokenizes all of the data. Put the run "
                         "folder on a shared file system, or prepare the data.", work_dir)  # fmt: skip
         return data
     return replace(data, exchange=ExchangeSettings(folder, ranks.rank, ranks.world))

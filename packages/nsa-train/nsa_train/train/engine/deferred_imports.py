@@ -2,7 +2,7 @@
 
 A rank that only imports the engine would spend seconds of CPU time on clients of cloud storage, Triton, setuptools, the
 engine's mixture-of-experts trainer and torch's compiler. While `deferred_imports` is entered, `import` gives the engine
-stand-ins for these modules. Each has the names of `DEFERRED_NAMES`, which import the real module when they are called,
+stand-ins for these modules. Each has the names of `_DEFERRED_NAMES`, which import the real module when they are called,
 and of which nothing is an instance before; every other attribute imports the real module at once. Afterwards the
 stand-ins are gone from `sys.modules`: everybody else, torch included, imports the real modules.
 
@@ -25,7 +25,7 @@ import torch
 
 from nsa.kernels.custom_operator import COMPILER
 
-DEFERRED_NAMES: dict[str, tuple[str, ...]] = {
+_DEFERRED_NAMES: dict[str, tuple[str, ...]] = {
     "cached_path": ("cached_path",),  # 0.9 s: clients of S3, Google Cloud and the Hugging Face hub
     "torch.distributed.pipelining": ("PipelineStage",),  # the compiler of torch
     "torch.utils.cpp_extension": ("load_inline",),  # setuptools
@@ -44,15 +44,15 @@ DEFERRED_NAMES: dict[str, tuple[str, ...]] = {
 """Module → functions and classes that the engine takes from it by name and only calls, names in annotations, or asks
 whether something is an instance of."""
 
-STORAGE_CLIENTS = "cached_path.schemes"
+_STORAGE_CLIENTS = "cached_path.schemes"
 
 
-class DeferredModule(ModuleType):
+class _DeferredModule(ModuleType):
     """Stand-in for a module that is imported when an attribute is used which the stand-in does not have."""
 
     def __init__(self, name: str, **attributes: Any) -> None:
         super().__init__(name)
-        vars(self).update(attributes, __path__=[])  # `SubmoduleFinder` is asked for its submodules
+        vars(self).update(attributes, __path__=[])  # `_SubmoduleFinder` is asked for its submodules
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `inspect` asks every module for its __file__
@@ -67,12 +67,12 @@ class DeferredModule(ModuleType):
         return importlib.import_module(name)
 
 
-class SubmoduleFinder(MetaPathFinder, Loader):
+class _SubmoduleFinder(MetaPathFinder, Loader):
     """Finder of `import torch._dynamo.config` and alike: the real package is imported first."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         package = sys.modules.get(name.rpartition(".")[0])
-        if not isinstance(package, DeferredModule):
+        if not isinstance(package, _DeferredModule):
             return None
         package.load()
         return spec_from_loader(name, self)
@@ -87,32 +87,32 @@ class SubmoduleFinder(MetaPathFinder, Loader):
         module.__spec__ = module.__spec__.loader_state
 
 
-class DeferredClient:
+class _DeferredClient:
     """Base class, until cached_path is imported, of the client that the engine adds to it."""
 
     recoverable_errors: tuple[type[BaseException], ...] = ()
 
 
-_clients: list[type[DeferredClient]] = []
+_clients: list[type[_DeferredClient]] = []
 
 
 @contextmanager
 def deferred_imports() -> Iterator[None]:
     """Defer the imports of the engine, which is imported inside."""
-    clients = {"SchemeClient": DeferredClient, "S3Client": DeferredClient, "add_scheme_client": _add_client}
+    clients = {"SchemeClient": _DeferredClient, "S3Client": _DeferredClient, "add_scheme_client": _add_client}
     with _stand_ins(
-        *(DeferredModule(name, **_functions(name, names)) for name, names in DEFERRED_NAMES.items()),
-        DeferredModule(STORAGE_CLIENTS, **clients),
-        DeferredModule(COMPILER, disable=_disable),
+        *(_DeferredModule(name, **_functions(name, names)) for name, names in _DEFERRED_NAMES.items()),
+        _DeferredModule(_STORAGE_CLIENTS, **clients),
+        _DeferredModule(COMPILER, disable=_disable),
     ):
         yield
 
 
 @contextmanager
-def _stand_ins(*modules: DeferredModule) -> Iterator[None]:
+def _stand_ins(*modules: _DeferredModule) -> Iterator[None]:
     """Let `import` find these modules, unless the real ones are loaded already."""
     entered = [module for module in modules if sys.modules.setdefault(module.__name__, module) is module]
-    finder = SubmoduleFinder()
+    finder = _SubmoduleFinder()
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -124,10 +124,10 @@ def _stand_ins(*modules: DeferredModule) -> Iterator[None]:
 
 
 def _functions(module: str, names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
-    return {name: DeferredCallable(name, (), {"module": module}) for name in names}
+    return {name: _DeferredCallable(name, (), {"module": module}) for name in names}
 
 
-class DeferredCallable(type):
+class _DeferredCallable(type):
     """Metaclass of a stand-in for a function or class: a call imports the real one; before, it has no instances."""
 
     module: str
@@ -142,18 +142,18 @@ class DeferredCallable(type):
         real = sys.modules.get(cls.module)
         return (
             isinstance(real, ModuleType)
-            and not isinstance(real, DeferredModule)
+            and not isinstance(real, _DeferredModule)
             and isinstance(instance, getattr(real, cls.__name__))
         )
 
 
-def _add_client(client: type[DeferredClient]) -> None:
+def _add_client(client: type[_DeferredClient]) -> None:
     _clients.append(client)
 
 
 def _register_clients() -> None:
     """Add the engine's clients to cached_path, once."""
-    schemes = importlib.import_module(STORAGE_CLIENTS)
+    schemes = importlib.import_module(_STORAGE_CLIENTS)
     while _clients:
         client = _clients.pop()
         bases = {"recoverable_errors": schemes.S3Client.recoverable_errors}

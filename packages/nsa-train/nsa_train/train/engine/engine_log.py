@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ENGINE = "olmo_core"
-TRANSFORMER_ENGINE_LOG = f"{ENGINE}.nn.attention.te_attn_api"
+_ENGINE = "olmo_core"
+_TRANSFORMER_ENGINE_LOG = f"{_ENGINE}.nn.attention.te_attn_api"
 _REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
-ANNOUNCING_LOGS = (f"{ENGINE}.utils", f"{ENGINE}.distributed.utils", f"{ENGINE}.train")
+_ANNOUNCING_LOGS = (f"{_ENGINE}.utils", f"{_ENGINE}.distributed.utils", f"{_ENGINE}.train")
 """Loggers of the engine that announce environment variables, ranks and time limits."""
 
 
@@ -30,14 +30,14 @@ def _not_about_a_norm(record: logging.LogRecord) -> bool:
     return "_NormPartial" not in record.getMessage()
 
 
-logging.getLogger(TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
+logging.getLogger(_TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
 logging.getLogger(_REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
 
 
 @contextmanager
 def quiet_engine_log() -> Iterator[None]:
     """Drop the engine's log messages below WARNING."""
-    log = logging.getLogger(ENGINE)
+    log = logging.getLogger(_ENGINE)
     level = log.level
     log.setLevel(logging.WARNING)
     try:
@@ -52,17 +52,17 @@ def without_announcements() -> Iterator[None]:
 
     It prints to stdout until logging is configured, so a handler and a level are set first; then filters see it.
     """
-    root, engine, stderr = logging.getLogger(), logging.getLogger(ENGINE), logging.StreamHandler()
+    root, engine, stderr = logging.getLogger(), logging.getLogger(_ENGINE), logging.StreamHandler()
     level = engine.level
     stderr.setLevel(logging.WARNING)
     root.addHandler(stderr)
     engine.setLevel(logging.INFO)
-    for name in ANNOUNCING_LOGS:
+    for name in _ANNOUNCING_LOGS:
         logging.getLogger(name).addFilter(_no_announcement)
     try:
         yield
     finally:
-        for name in ANNOUNCING_LOGS:
+        for name in _ANNOUNCING_LOGS:
             logging.getLogger(name).removeFilter(_no_announcement)
         engine.setLevel(level)
         root.removeHandler(stderr)

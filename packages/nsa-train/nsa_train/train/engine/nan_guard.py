@@ -54,7 +54,7 @@ class StepAction(StrEnum):
 
 
 @dataclass(frozen=True)
-class StepVerdict:
+class _StepVerdict:
     action: StepAction
     reason: str = ""
 
@@ -101,7 +101,7 @@ class BadStepPolicy:
         self.limits = limits
         self.state = state or BadStepState()
 
-    def decide(self, step: int, loss: float, grad_norm: float) -> StepVerdict:
+    def decide(self, step: int, loss: float, grad_norm: float) -> _StepVerdict:
         """For a step whose gradients are computed and whose optimizer has not run yet."""
         limits, state, tops = self.limits, self.state, self.tops()
         reasons = [
@@ -117,11 +117,11 @@ class BadStepPolicy:
             recent=[past for past in state.recent if past > step - limits.skip_window] + [step] * bool(reasons),
         )
         if not reasons:
-            return StepVerdict(StepAction.STEP)
+            return _StepVerdict(StepAction.STEP)
         reason = " and ".join(reasons)
         if len(state.recent) <= limits.max_skipped:
-            return StepVerdict(StepAction.SKIP, reason)
-        return StepVerdict(
+            return _StepVerdict(StepAction.SKIP, reason)
+        return _StepVerdict(
             StepAction.ROLL_BACK,
             f"{reason}, bad step {len(state.recent)} of the last {limits.skip_window} (train.max_skipped is "
             f"{limits.max_skipped})",
@@ -290,7 +290,7 @@ class BadStepCallback(Callback):
             return
         self.policy.state = BadStepState.restored(record.spike_window, record.skipped_batches)
 
-    def _log_skip(self, verdict: StepVerdict, loss: float, grad_norm: float, step: int) -> None:
+    def _log_skip(self, verdict: _StepVerdict, loss: float, grad_norm: float, step: int) -> None:
         numbers = dict(loss=loss, grad_norm=grad_norm)
         self.heartbeat.beat_at(step, names.SKIPPED, detail=verdict.reason, **numbers, **self.policy.state.counts())
         if self.event_log is not None:

@@ -89,7 +89,7 @@ def die_with_parent(parent: int) -> None:
         sys.exit(f"parent {parent} is gone: a rank must not outlive its agent")
 
 
-def run_agent(spec: AgentSpec) -> int:
+def _run_agent(spec: AgentSpec) -> int:
     die_with_parent(spec.launcher_pid)
     # A scheduler may signal every process of a job. The ranks save and exit; the agent must live until they have.
     for number in (*stop_signals(), signal.SIGUSR1, signal.SIGUSR2):
@@ -182,5 +182,5 @@ def _ignore_signal(number: int, frame: types.FrameType | None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
-        sys.exit(run_agent(AgentSpec(**json.loads(sys.argv[2]))))
+        sys.exit(_run_agent(AgentSpec(**json.loads(sys.argv[2]))))
     _run_rank(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -50,7 +50,7 @@ RETRYABLE_EXITS: dict[int, str] = {
 
 
 @dataclass(frozen=True)
-class RankOutcome:
+class _RankOutcome:
     code: int
     """0, an exit code, or a negative signal number."""
     why: str
@@ -66,23 +66,23 @@ class RankOutcome:
         return self.code != ExitCode.DONE and self.code not in FINAL_EXITS
 
 
-def classify_exit(codes: Mapping[int, int], agent_code: int) -> RankOutcome:
+def _classify_exit(codes: Mapping[int, int], agent_code: int) -> _RankOutcome:
     """Why a cycle ended, from the codes of the ranks that failed first, or of the agent if it recorded none."""
     if not codes:
         if agent_code == 0:
-            return RankOutcome(ExitCode.DONE, "done")
+            return _RankOutcome(ExitCode.DONE, "done")
         if agent_code == NO_RENDEZVOUS:
-            return RankOutcome(NO_RENDEZVOUS, "the other nodes could not be reached or were too few")
+            return _RankOutcome(NO_RENDEZVOUS, "the other nodes could not be reached or were too few")
         how = _killed_by(agent_code) if agent_code < 0 else f"exited with {agent_code}"
-        return RankOutcome(agent_code, f"the agent {how}")
+        return _RankOutcome(agent_code, f"the agent {how}")
     for known in (FINAL_EXITS, RETRYABLE_EXITS):
         for code, why in known.items():
             for rank, exit_code in codes.items():
                 if exit_code == code:
-                    return RankOutcome(code, f"rank {rank} exited with {code}: {why}", rank)
+                    return _RankOutcome(code, f"rank {rank} exited with {code}: {why}", rank)
     # The agent ends the other ranks by SIGTERM; and a killed rank makes others crash, rather than the other way round.
     rank, code = min(codes.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1]))
-    return RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}", rank)
+    return _RankOutcome(code, f"rank {rank} {_killed_by(code) if code < 0 else f'crashed with {code}'}", rank)
 
 
 def _killed_by(code: int) -> str:
@@ -164,7 +164,7 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
     address = settings.address
     checkpoints = CheckpointFolder(settings.run_folder / CHECKPOINTS)
     requests = _StopRequests()
-    show = without_repeated_errors(show) if show is not None else None
+    show = _without_repeated_errors(show) if show is not None else None
     options, fruitless, newest, met_at = settings.start, 0, _newest(checkpoints), time.monotonic()
     try:
         while True:
@@ -203,7 +203,7 @@ def launch(settings: LaunchSettings, log: Callable[[str], None], show: Callable[
                 log(f"stopped on request, before the restart; {at}")
                 return ExitCode.PREEMPTED
             if (halt := halt_file.read(settings.run_folder)) is not None:  # ranks would start only to find it
-                outcome = RankOutcome(ExitCode.HALTED, f"{FINAL_EXITS[ExitCode.HALTED]} ({halt.reason})")
+                outcome = _RankOutcome(ExitCode.HALTED, f"{FINAL_EXITS[ExitCode.HALTED]} ({halt.reason})")
                 _record(settings, outcome, newest, logs, LauncherAction.NOT_RESTARTED)
                 log(f"not restarted: {outcome.why}; {at}. Logs: {logs}")
                 return ExitCode.HALTED
@@ -268,7 +268,7 @@ class _RankCycle:
         self._shown = 0
         self._began, self._reminders = time.monotonic(), 0
 
-    def run(self) -> RankOutcome:
+    def run(self) -> _RankOutcome:
         with (self._logs / "agent.log").open("wb") as log:
             # A session of its own: Ctrl-C in a terminal reaches only the launcher, which then signals the ranks.
             agent = subprocess.Popen(
@@ -296,7 +296,7 @@ class _RankCycle:
             codes = {int(rank): int(code) for rank, code in json.loads(self._spec.outcome.read_text()).items()}
         except FileNotFoundError:
             codes = {}
-        outcome = classify_exit(codes, agent.returncode)
+        outcome = _classify_exit(codes, agent.returncode)
         if outcome.code == NO_RENDEZVOUS:
             outcome = replace(outcome, why=f"{outcome.why} ({self._spec.no_rendezvous.read_text()})")
         elif outcome.rank is not None and self._spec.ended_ranks.exists():
@@ -362,7 +362,7 @@ def _new_logs(settings: LaunchSettings) -> Path:
             return logs
 
 
-def _record(settings: LaunchSettings, outcome: RankOutcome, newest: int, logs: Path, action: LauncherAction) -> None:
+def _record(settings: LaunchSettings, outcome: _RankOutcome, newest: int, logs: Path, action: LauncherAction) -> None:
     failed = outcome.code not in (ExitCode.PREEMPTED, ExitCode.HALTED, ExitCode.REGROUP)
     add_event(
         settings.run_folder,
@@ -381,7 +381,7 @@ def _record(settings: LaunchSettings, outcome: RankOutcome, newest: int, logs: P
 _ERROR = re.compile(r"(\w+(?:Error|Timeout|Killed)): ")
 
 
-def without_repeated_errors(show: Callable[[str], None]) -> Callable[[str], None]:
+def _without_repeated_errors(show: Callable[[str], None]) -> Callable[[str], None]:
     """Wrap `show`, which gets whole lines: an error line that it got before is shortened. Log files keep all of it."""
     seen: set[str] = set()
 

@@ -34,7 +34,7 @@ from nsa_train.train.launch.node_address import LOOPBACK, is_host, split_endpoin
 
 ONE_NODE, SEVERAL_NODES = "nsa-loopback", "nsa-signed"
 _TIMEOUT = timedelta(seconds=60)
-LOST_S, FAILED_S = 30.0, 15.0
+_LOST_S, FAILED_S = 30.0, 15.0
 """How long ranks may run on after the agent that serves the rendezvous is gone, and after ranks of another node have
 failed."""
 _ORDERLY = (ExitCode.PREEMPTED, ExitCode.HALTED, ExitCode.REGROUP)
@@ -58,19 +58,19 @@ def register(
     """Register the handlers with the elastic agent of this process.
 
     on_nodes_waiting: called on one node, again and again, while another one waits to join a running run.
-    on_run_over: called with the reason, again and again, if ranks still run `LOST_S` after the rendezvous was lost, or
+    on_run_over: called with the reason, again and again, if ranks still run `_LOST_S` after the rendezvous was lost, or
     `FAILED_S` after ranks of another node have failed.
     """
 
     def several(params: RendezvousParameters) -> RendezvousHandler:
         assert secret is not None
-        return SeveralNodes(params, own, secret, on_nodes_waiting, on_run_over)
+        return _SeveralNodes(params, own, secret, on_nodes_waiting, on_run_over)
 
     rendezvous_handler_registry.register(ONE_NODE, lambda params: _OneNode(params.run_id))
     rendezvous_handler_registry.register(SEVERAL_NODES, several)
 
 
-def serve_store(address: str, port: int = 0) -> TCPStore:
+def _serve_store(address: str, port: int = 0) -> TCPStore:
     """A store that listens at this address only."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family, backlog=2048)
@@ -95,7 +95,7 @@ class _OneNode(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._store = serve_store(LOOPBACK)
+        self._store = _serve_store(LOOPBACK)
         where = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore(f"agent/{self._run_id}", self._store), 0, 1, where)
 
@@ -115,7 +115,7 @@ class _OneNode(RendezvousHandler):
         return True
 
 
-class SeveralNodes(RendezvousHandler):
+class _SeveralNodes(RendezvousHandler):
     """torch's dynamic rendezvous, with a signed state, and stores that listen at this node's address.
 
     It requires TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: the agents then agree on an address and a free port of the first
@@ -134,7 +134,7 @@ class SeveralNodes(RendezvousHandler):
         self._failures = PrefixStore(f"failures/{params.run_id}", store)
         self._failure = hmac.digest(secret, b"failed " + params.run_id.encode(), _DIGEST)
         self._met, self._looked_at = False, 0.0
-        backend = SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
+        backend = _SignedBackend(C10dRendezvousBackend(store, params.run_id), secret)
         self._inner, self._own = create_handler(store, backend, params), own
         self._ranks_store: TCPStore | None = None
         self._on_nodes_waiting, self._first = on_nodes_waiting, False
@@ -155,7 +155,7 @@ class SeveralNodes(RendezvousHandler):
         assert info.bootstrap_store_info is not None
         self._first = info.rank == 0
         if self._first:
-            self._ranks_store = serve_store(self._own, info.bootstrap_store_info.master_port)
+            self._ranks_store = _serve_store(self._own, info.bootstrap_store_info.master_port)
         return info
 
     def is_closed(self) -> bool:
@@ -187,7 +187,7 @@ class SeveralNodes(RendezvousHandler):
                 if self._failed_elsewhere():
                     self._over = now + FAILED_S, "ranks of another node have failed"
         except (RendezvousConnectionError, DistError):
-            self._over = now + LOST_S, "the node that serves the rendezvous is gone"
+            self._over = now + _LOST_S, "the node that serves the rendezvous is gone"
         except RendezvousStateError:
             pass
         return 0
@@ -212,7 +212,7 @@ class SeveralNodes(RendezvousHandler):
         return self._inner.shutdown()
 
 
-class SignedBackend(RendezvousBackend):
+class _SignedBackend(RendezvousBackend):
     """Rendezvous state signed with the secret of the run; unsigned state is never unpickled."""
 
     def __init__(self, inner: RendezvousBackend, secret: bytes) -> None:
@@ -248,13 +248,13 @@ def _rendezvous_store(endpoint: str, own: str) -> TCPStore:
     host, port = split_endpoint(endpoint)
     if is_host(endpoint, own):
         try:
-            return serve_store(own, port)
+            return _serve_store(own, port)
         except OSError:  # in use: by another agent, which answers at once, or by another program
-            return connect_store(own, port, limit_s=_ANSWER_S)
-    return connect_store(host, port, limit_s=_TIMEOUT.total_seconds() + _ANSWER_S)
+            return _connect_store(own, port, limit_s=_ANSWER_S)
+    return _connect_store(host, port, limit_s=_TIMEOUT.total_seconds() + _ANSWER_S)
 
 
-def connect_store(host: str, port: int, limit_s: float) -> TCPStore:
+def _connect_store(host: str, port: int, limit_s: float) -> TCPStore:
     """A client of a store that another agent serves. Raises if it does not answer in time.
 
     TCPStore applies its own timeout to the connection only: it would wait forever for an answer of another program that

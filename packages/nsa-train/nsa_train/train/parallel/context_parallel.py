@@ -34,7 +34,7 @@ from nsa.geometry import Geometry
 from nsa.kernels.registry import KernelPlan
 
 
-class HaloPlan(NamedTuple):
+class _HaloPlan(NamedTuple):
     """One exchange in which every piece gets the last tokens of the piece before it. A rank's slots hold its pieces."""
 
     sent_slots: tuple[int, ...]
@@ -81,7 +81,7 @@ class RowSplit:
     def owner(self, piece: int) -> int:
         return self.place(piece) // self.slots
 
-    def halo_plan(self) -> HaloPlan:
+    def halo_plan(self) -> _HaloPlan:
         sent, received = [0] * self.ranks, [0] * self.ranks
         destinations = []
         for slot, piece in enumerate(self.pieces()):
@@ -90,7 +90,7 @@ class RowSplit:
                 sent[self.owner(piece + 1)] += 1
             if piece > 0:
                 received[self.owner(piece - 1)] += 1
-        return HaloPlan(tuple(slot for _, slot in sorted(destinations)), tuple(sent), tuple(received))
+        return _HaloPlan(tuple(slot for _, slot in sorted(destinations)), tuple(sent), tuple(received))
 
     def keys_read(self, n_tokens: int, geometry: Geometry) -> list[int]:
         """Keys that the queries of each rank read in a row of one document, per kv group: the work of attention."""
@@ -114,7 +114,7 @@ def context_group(mesh: DeviceMesh, *, zigzag: bool) -> ContextGroup:
 
 
 @dataclass(frozen=True)
-class RowExchange:
+class _RowExchange:
     """`nsa.core.positions.KeyExchange` among the ranks that share a row; made once per pass for all layers.
 
     In the layout of own tokens `begin_BC` and `block_pos_BC` are of this rank's own slots: places on the axis of its
@@ -136,10 +136,10 @@ class RowExchange:
         pos, start, first = layout[:3]
         geometry, context = layer.geometry, self.context
         if layer.kind == "window":
-            k_win, v_win = with_halos(context, [(new.k_win, geometry.w - 1), (new.v_win, geometry.w - 1)])
+            k_win, v_win = _with_halos(context, [(new.k_win, geometry.w - 1), (new.v_win, geometry.w - 1)])
             window = BranchKeys(k_win, v_win, pos, self.window_start_BS)
             return window, window, window
-        k_sel, v_sel = (gathered_pieces(context, x) for x in (new.k_sel, new.v_sel))
+        k_sel, v_sel = (_gathered_pieces(context, x) for x in (new.k_sel, new.v_sel))
         if layer.kind == "dense":
             tokens = BranchKeys(self._in_row_order(k_sel), self._in_row_order(v_sel), pos, start)
             return tokens, tokens, tokens
@@ -147,7 +147,7 @@ class RowExchange:
         reaches = [(new.k_cmp, geometry.l - 1), (new.v_cmp, of_values)]
         if "sliding" in layer.branches:
             reaches += [(x, geometry.w - 1) for x in (new.k_win, new.v_win)]
-        k_cmp, v_cmp, *windows = with_halos(context, reaches)
+        k_cmp, v_cmp, *windows = _with_halos(context, reaches)
         pooled = self._pooled_keys(layer, k_cmp, layout), layer.compress_values(v_cmp, layout.begin_BC)
         widths = [x.shape[-1] for x in pooled]
         k_cmp, v_cmp = self._gathered_entries(torch.cat(pooled, -1)).split(widths, -1)
@@ -157,7 +157,7 @@ class RowExchange:
 
     def compressed_keys(self, layer: NSAAttention, k_BSGK: Tensor, layout: DocumentLayout) -> Tensor:
         """All compressed keys of the row, of this rank's raw keys."""
-        (k_cmp,) = with_halos(self.context, [(k_BSGK, layer.geometry.l - 1)])
+        (k_cmp,) = _with_halos(self.context, [(k_BSGK, layer.geometry.l - 1)])
         return self._gathered_entries(self._pooled_keys(layer, k_cmp, layout))
 
     def plan(self, layer: NSAAttention, run: KernelPlan) -> KernelPlan:
@@ -165,18 +165,18 @@ class RowExchange:
         slots = self.context.split.slots
         if slots == 1 or layer.kind == "dense":
             return run
-        sliding = partial(slide_by_piece, run.functions.sliding, slots)
+        sliding = partial(_slide_by_piece, run.functions.sliding, slots)
         return run._replace(functions=run.functions._replace(sliding=sliding))
 
     def _in_row_order(self, pieces: Tensor) -> Tensor:
-        """`gathered_pieces` as [B, T, G, X]."""
+        """`_gathered_pieces` as [B, T, G, X]."""
         if self.context.split.zigzag:
             pieces = pieces.index_select(0, self.order)
         return pieces.transpose(0, 1).flatten(1, 2)
 
     def _gathered_entries(self, entries: Tensor) -> Tensor:
         """Entries of own slots as the compressed blocks of the row: [B, C, G, X]."""
-        slots = gathered_pieces(self.context, entries)
+        slots = _gathered_pieces(self.context, entries)
         return slots.transpose(0, 1).flatten(1, 2).index_select(1, self.source_C)
 
     def _pooled_keys(self, layer: NSAAttention, k_cmp: Tensor, layout: DocumentLayout) -> Tensor:
@@ -184,7 +184,7 @@ class RowExchange:
         return rotate(k_BCGK, self.block_tables) if layer.rope_compressed == "after" else k_BCGK
 
 
-def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
+def _with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     """Streams [B, S, G, X], each with how many tokens of the piece before it every piece needs: its axis becomes this
     rank's pieces, each with those tokens before it; zeros before the first piece of the row. One exchange for all."""
     split, plan = context.split, context.split.halo_plan()
@@ -207,13 +207,13 @@ def with_halos(context: ContextGroup, streams: Sequence[tuple[Tensor, int]]) -> 
     return extended
 
 
-def gathered_pieces(context: ContextGroup, x_BSGX: Tensor) -> Tensor:
+def _gathered_pieces(context: ContextGroup, x_BSGX: Tensor) -> Tensor:
     """All pieces of the row, rank after rank: [pieces, B, P, G, X]. Returns at once; its first use waits for it."""
     pieces = x_BSGX.unflatten(1, (context.split.slots, -1)).transpose(0, 1).contiguous()
     return collectives.all_gather_single(pieces, 0, context.group)
 
 
-def slide_by_piece(sliding: Callable[..., Any], slots: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor,
+def _slide_by_piece(sliding: Callable[..., Any], slots: int, q: Tensor, k: Tensor, v: Tensor, pos: Tensor,
                    start: Tensor, **options: Any) -> Any:  # fmt: skip
     """Sliding attention with every piece as a row of the batch: kernels expect the queries of a row to follow one
     another on the key axis."""
@@ -244,16 +244,16 @@ def own_layer_positions(
     own_BS: Tensor,
     labels: LossLabels | None = None,
 ) -> list[Positions]:
-    """`own_positions` of every layer, made once for all that rotate alike and have the same window."""
+    """`_own_positions` of every layer, made once for all that rotate alike and have the same window."""
     positions: dict[Any, Positions] = {}
     keys = [(layer.rotary.key, layer.geometry.w) for layer in layers]
     for key, layer in zip(keys, layers, strict=True):
         if key not in positions:
-            positions[key] = own_positions(context, layer, shape, cu_doc_lens, own_BS, labels=labels)
+            positions[key] = _own_positions(context, layer, shape, cu_doc_lens, own_BS, labels=labels)
     return [positions[key] for key in keys]
 
 
-def own_positions(
+def _own_positions(
     context: ContextGroup,
     layer: NSAAttention,
     shape: Sequence[int],
@@ -284,7 +284,7 @@ def own_positions(
     starts = zip(_parts(split, whole.start_BS), begins, strict=True)
     begin_BC, block_pos_BC, source_C = _own_blocks(split, whole, length, geometry)
     last_BC = (block_pos_BC + geometry.l - 1).clamp(max=length - 1)
-    exchange = RowExchange(
+    exchange = _RowExchange(
         context,
         window_start_BS=torch.cat([part + begin for part, begin in starts], 1),
         order=_places(split, torch.arange(split.n_pieces, device=device)),

@@ -19,7 +19,7 @@ from nsa_train.watch.view.svg_chart import (
     svg_turned_label,
 )
 
-MASS_PARTS = ("window_mass", "forced_mass", "scored_mass")
+_MASS_PARTS = ("window_mass", "forced_mass", "scored_mass")
 _WINDOW, _FORCED, _HARM = "#4a7fb5", "#6fa287", "#b3424a"
 _MASS_LEGEND = (
     ("window", _WINDOW, 1.0),
@@ -37,9 +37,9 @@ _GLYPHS, _HARM_GLYPH = "█▓▒·", "■"
 
 def mass_parts(row: Mapping[str, Any]) -> tuple[float, ...] | None:
     """Shares read through the window, in forced blocks, in scored blocks, and not read; None for a layer without."""
-    if any(name not in row for name in MASS_PARTS):
+    if any(name not in row for name in _MASS_PARTS):
         return None
-    read = [min(1.0, float(row[name])) for name in MASS_PARTS]
+    read = [min(1.0, float(row[name])) for name in _MASS_PARTS]
     return *read, max(0.0, 1.0 - sum(read))
 
 

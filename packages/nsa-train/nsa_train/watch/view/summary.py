@@ -24,7 +24,7 @@ from nsa_train.watch.view.measured_goodput import Goodput, TimeCause, goodput
 
 
 @dataclass(frozen=True)
-class RunSummary:
+class _RunSummary:
     """Figures of a run; NaN is unknown, infinite stands for a non-finite value."""
 
     step: int
@@ -58,7 +58,7 @@ class RunSummary:
         return self.wall.share(TimeCause.PRODUCTIVE) if self.wall is not None and self.wall.total > 0 else math.nan
 
 
-def summarize(run: RunData) -> RunSummary:
+def summarize(run: RunData) -> _RunSummary:
     lead = run.lead
     recorded = zip(lead.counted("loss"), lead.counted("step"), strict=True)
     losses = [pair for pair in recorded if not math.isnan(pair[0])]
@@ -71,7 +71,7 @@ def summarize(run: RunData) -> RunSummary:
     speeds = [value for value in lead.counted("toks_per_s") if math.isfinite(value)]
     kinds = [event.kind for event in run.events]
     lost = [event.details.get("steps") for event in run.events if event.kind == EventKind.LOST_STEPS]
-    return RunSummary(
+    return _RunSummary(
         step=int(lead.last.get("step", 0)),
         target=run.target_steps,
         loss=loss,
@@ -123,7 +123,7 @@ def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[object]]
     return differing
 
 
-def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
+def figures(summaries: Sequence[_RunSummary]) -> list[tuple[str, list[str]]]:
     """Rows of the comparison table: name, and one value per run."""
 
     def at(value: float, step: int) -> str:
@@ -147,7 +147,7 @@ def figures(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _last_loss(of: RunSummary) -> str:
+def _last_loss(of: _RunSummary) -> str:
     return f"{number(of.loss)} ({of.loss_records} up to {of.loss_step:,})" if of.loss_records else number(None)
 
 
@@ -156,7 +156,7 @@ class RunSnapshot:
     """A run at one moment: its data, figures, state and findings."""
 
     run: RunData
-    summary: RunSummary
+    summary: _RunSummary
     state: str
     findings: Sequence[HealthFinding]
     now: float
@@ -172,7 +172,7 @@ class SnapshotReader:
     def __init__(self, folder: Path) -> None:
         require_run(folder)
         self._reader = RunReader(folder, whole=True)
-        self._summary: RunSummary | None = None
+        self._summary: _RunSummary | None = None
         self._summarized = (0, 0, 0)
 
     def read(self) -> RunSnapshot:
