@@ -99,7 +99,7 @@ HELP: Mapping[str, str] = {
 """Name and description of every metric that rules and dashboards may use; counters end with `_total`."""
 
 
-def _samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[_MetricSample]:
+def samples(history: RunHistory, now: ClockReading, local: set[int], limits: HealthLimits) -> Iterator[_MetricSample]:
     """All samples of one run; ranks in `local` have their processes on this host."""
     for rank, log in sorted(history.present.items()):
         for name, labels, value in _of_rank(history, log, now, rank in local, limits):
@@ -257,7 +257,7 @@ class RunsCollector(Collector):
             reader.update()
         local = {log.rank for log in reader.local()}
         info = [_run_info(reader.env)] if reader.env else []
-        return [*_samples(reader.history, reader.now, local, self._limits), *info]
+        return [*samples(reader.history, reader.now, local, self._limits), *info]
 
 
 def _run_names(paths: Iterable[Path]) -> dict[Path, str]:
