@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from nsa_train.infer.evaluation.far_tasks import _CANDIDATES, _PAIRS, CHAINS, FAR_TASKS, HOPS
+from nsa_train.infer.evaluation.far_tasks import _CANDIDATES, _CHAINS, _HOPS, _PAIRS, FAR_TASKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "EVAL.md"
 TEXT = PAGE.read_text(encoding="utf-8")
