@@ -1,6 +1,6 @@
 """An oracle for NSA that shares nothing with the package: numpy in fp64, Python loops, one query at a time.
 
-It is written from the paper's sentences, not from the code it judges, and is slow on purpose: every token, head, block
+It is written from the paper's sentences, not from the code it checks, and is slow on purpose: every token, head, block
 and key is visited by name.
 """
 

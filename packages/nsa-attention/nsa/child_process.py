@@ -140,7 +140,7 @@ def _end(process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout, output):
         assert pipe is not None
-        with suppress(BrokenPipeError):  # a request that nobody read is still in the buffer
+        with suppress(BrokenPipeError):  # an unread request is still in the buffer
             pipe.close()
 
 

@@ -1,6 +1,6 @@
 """Table of the faults of the chaos drill: what each is, how it must be reported and by when, and what it explains.
 
-Pure data: `schedule` draws from it, `faults` injects, `verdict` judges by it.
+Pure data: `schedule` draws from it, `faults` injects, `verdict` evaluates by it.
 """
 
 import re
@@ -150,7 +150,7 @@ PROFILES: Mapping[ChaosFault, FaultProfile] = {
     ChaosFault.CLOCK_AHEAD: FaultProfile(
         title="clock of a rank 1 h ahead for 10 s", cost_s=0, named_by=(EventPattern("finding:clock_skew"),),
         explains=(EventPattern("finding:clock_skew"),),
-        lowest_victim=1,  # goodput, which is judged, is by the clock of rank 0
+        lowest_victim=1,  # goodput, which is required, is by the clock of rank 0
     ),
     ChaosFault.CLOCK_BEHIND: FaultProfile(
         title="clock of a rank 1 h behind for 10 s", cost_s=0, lowest_victim=1,

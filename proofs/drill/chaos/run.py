@@ -25,8 +25,8 @@ from proofs.drill.chaos.services import STORE_FOLDER, ServiceControl
 from proofs.drill.chaos.verdict import (
     ChaosVerdict,
     PlayedFault,
+    evaluate,
     found_in_calm_run,
-    judge,
     name_faults,
     read_outcome,
 )
@@ -88,7 +88,7 @@ class ChaosDrill:
             except (NotObserved, NodeNetworkError, OSError) as error:
                 problem = str(error)
             outcome = read_outcome(self._plan, cluster.run_folder, calm) if finished else None
-            verdict = judge(
+            verdict = evaluate(
                 self._plan, play.played, play.observer.observations, outcome, functools.partial(found_in_calm_run, calm)
             )
             if problem:

@@ -1,6 +1,6 @@
 """Verdict of a chaos drill: every fault reported in time, every observation explained, no step lost, weights as calm.
 
-`name_faults` and `judge` are pure; `read_outcome` reads the two run folders.
+`name_faults` and `evaluate` are pure; `read_outcome` reads the two run folders.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -87,7 +87,7 @@ def _reports(observation: Observation, fault: PlayedFault) -> bool:
     return any(pattern.matches(observation.kind, observation.text) for pattern in patterns)
 
 
-def judge(
+def evaluate(
     plan: ChaosPlan,
     played: Sequence[PlayedFault],
     observations: Sequence[Observation],

@@ -12,7 +12,7 @@ from nsa.bench.measurement import choose_implementations, measure
 from nsa.kernels.registry import BACKENDS
 
 TINY = SHAPES["tiny"]
-LENGTH = 90  # longer than what is judged whole
+LENGTH = 90  # longer than what is checked completely
 
 
 def task(op="attention", **changes):
@@ -90,7 +90,7 @@ def test_correct_implementations_get_a_ratio(op, dtype):
 
 
 @pytest.mark.parametrize("part", ["compressed", "select", "selected", "sliding"])
-def test_parts_are_judged_too(part):
+def test_parts_are_checked_too(part):
     entries = run(choose_implementations(["portable"], with_peers=False), task(part=part, backward=part != "select"))
     assert entries["portable"].ratio is not None, entries["portable"].refused
 
@@ -230,10 +230,10 @@ def test_every_registered_backend_is_an_implementation():
         assert all_implementations()[name].make.keys() == {"attention", "prefill", "decode"}
 
 
-def test_judging_reports_what_was_judged():
+def test_a_check_reports_which_queries_were_checked():
     case, what = BenchCase(TINY, LENGTH, torch.float32), task()
     portable = all_implementations()["portable"]
     agreement = check_correctness(portable, what, case, portable.make["attention"](case, what))
     assert agreement.agrees
     assert agreement.errors.keys() == {"blocks", "out", *case.inputs()}
-    assert f"of {LENGTH}" in agreement.judged
+    assert f"of {LENGTH}" in agreement.checked

@@ -151,7 +151,7 @@ def test_threads_are_held_to_as_many_cores_and_given_back():
         pass
 
 
-def test_a_training_step_is_judged_and_timed_against_the_dense_model():
+def test_a_training_step_is_checked_and_timed_against_the_dense_model():
     task = BenchTask("train", SHAPES["tiny"], 64, "bf16", backward=True)
     measured = measure_train(
         task, choose_implementations(["portable"], False), threads=1, budget_s=0.0, log=lambda text: None,

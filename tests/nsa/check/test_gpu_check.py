@@ -252,7 +252,7 @@ def test_committed_results_are_results():
         ([CheckResult("c", CheckStatus.FACT)], True, False),
     ],
 )
-def test_a_run_holds_only_if_every_row_does_and_something_was_judged(rows, complete, holds):
+def test_a_run_holds_only_if_every_row_does_and_something_was_checked(rows, complete, holds):
     assert finished(rows=rows, complete=complete).holds is holds
 
 
@@ -288,7 +288,7 @@ def test_unknown_subjects_and_speed_without_full_are_refused():
         GpuCheckRequest(rehearse=True, only=("speed",)).checks()
 
 
-def test_exchanged_blocks_are_judged_in_packed_documents_too():
+def test_exchanged_blocks_are_checked_in_packed_documents_too():
     size = next(case for case in rehearsal(full=False).kernels if len(case.documents[0]) > 2)
     call = size.call(torch.float32)
     args = (call.q_BSGRK, call.compressed[0], call.layout.pos_BS, call.layout.first_BS)

@@ -51,12 +51,12 @@ def replaced(monkeypatch):
 def test_a_right_backend_holds_in_every_part(dtype):
     results = figures(dtype=dtype)
     assert wrong(results) == set()
-    judged = {figure.claim for figure in results}
+    claims = {figure.claim for figure in results}
     for branch in ("compressed", "selected", "sliding"):
         for name in ("out", "dq", "dk", "dv", "lse", "dq, lse used", "dk, lse used"):
-            assert f"{branch} {name}" in judged
-    assert {"compressed_and_select blocks", "select blocks", "decode out, step 3"} <= judged
-    assert any(name.startswith("mix") and name.endswith("dgates") for name in judged)
+            assert f"{branch} {name}" in claims
+    assert {"compressed_and_select blocks", "select blocks", "decode out, step 3"} <= claims
+    assert any(name.startswith("mix") and name.endswith("dgates") for name in claims)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_gate_that_is_decided_for_half_of_the_tokens_has_not_collapsed():
     assert _gate_figures(gates)["gate_collapse_frac"] == pytest.approx(1 / 4)
 
 
-def test_sigmoid_gates_are_judged_by_their_shares():
+def test_sigmoid_gates_collapse_by_their_shares():
     module = NSAAttention(**attention_args("tiny", gate="sigmoid"))
     with torch.no_grad():
         module.gates.proj.weight.zero_()

@@ -204,7 +204,7 @@ def test_decode_has_the_same_bits_for_any_number_of_threads(isa, set_threads):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(cases())
 def test_any_sizes_and_any_packing_equal_fp64(case):
-    """Forward and gradients of the whole module; the other side is the portable backend, which the oracle judges."""
+    """Forward and gradients of the whole module, compared with the portable backend, which the oracle checks."""
     args, documents, seed = case
     exact = make(seed, **args)
     module = NSAAttention(**args, kernels=BackendRequest(*["cpu"] * 4))

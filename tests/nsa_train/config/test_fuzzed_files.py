@@ -14,7 +14,7 @@ from tests.fuzz.campaign import time_limit
 LONGEST_S = 30
 
 
-def judge(content: bytes, folder: Path, overrides: tuple[str, ...] = ()) -> str | None:
+def refusal(content: bytes, folder: Path, overrides: tuple[str, ...] = ()) -> str | None:
     """The message with which a file is refused; None if it can be used. Anything else that is raised is a defect."""
     file = folder / "run.yaml"
     file.write_bytes(content)
@@ -57,7 +57,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
     ids=lambda content: content[:12].decode("latin-1").encode("unicode_escape").decode(),
 )
 def test_hostile_files_are_used_or_refused_in_words(content, tmp_path):
-    judge(content, tmp_path)
+    refusal(content, tmp_path)
 
 
 def test_a_file_without_an_end_is_not_read_to_its_end(tmp_path):
@@ -70,9 +70,9 @@ def test_a_file_without_an_end_is_not_read_to_its_end(tmp_path):
 
 
 def test_a_whole_number_of_thousands_of_digits_is_refused_with_its_place(tmp_path):
-    message = judge(b"train:\n  steps: " + b"9" * 5000, tmp_path)
+    message = refusal(b"train:\n  steps: " + b"9" * 5000, tmp_path)
     assert message is not None
     assert "run.yaml:2" in message
     assert len(message) < 1000
-    assert judge(b"train: {warmup_steps: 5}", tmp_path, ("train.steps=" + "9" * 5000,)) is not None
-    assert judge(b"train: {warmup_steps: " + b"9" * 5000 + b"}", tmp_path, ("train.steps=5",)) is not None
+    assert refusal(b"train: {warmup_steps: 5}", tmp_path, ("train.steps=" + "9" * 5000,)) is not None
+    assert refusal(b"train: {warmup_steps: " + b"9" * 5000 + b"}", tmp_path, ("train.steps=5",)) is not None

@@ -1,4 +1,4 @@
-"""Rules judge records: every case here is a record, no run and no file."""
+"""Preflight rules on recorded facts: no case needs a run or a file."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from nsa_train.planning.preflight_rules import (
     RULES,
     RuleStatus,
     check_names,
+    check_rules,
     is_long,
-    judge,
     require_passed,
 )
 
@@ -64,7 +64,7 @@ def facts(
 
 
 def statuses(of: PreflightFacts, allowed=()) -> dict[str, RuleStatus]:
-    return {verdict.rule: verdict.status for verdict in judge(of, allowed)}
+    return {verdict.rule: verdict.status for verdict in check_rules(of, allowed)}
 
 
 def failed(of: PreflightFacts) -> set[str]:
@@ -115,16 +115,16 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_rule_is_found_alone_and_says_what_to_do(rule):
     assert failed(BROKEN[rule]) == {rule}
-    verdict = next(verdict for verdict in judge(BROKEN[rule]) if verdict.rule == rule)
+    verdict = next(verdict for verdict in check_rules(BROKEN[rule]) if verdict.rule == rule)
     assert verdict.fix or "must" in verdict.message
     with pytest.raises(PreflightError) as refusal:
-        require_passed(judge(BROKEN[rule]))
+        require_passed(check_rules(BROKEN[rule]))
     assert f"  - {rule}: {verdict.message[:40]}" in str(refusal.value)
 
 
 @pytest.mark.parametrize("rule", sorted(BROKEN.keys() - _NEVER_ALLOWED))
 def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
-    verdicts = judge(BROKEN[rule], [rule])
+    verdicts = check_rules(BROKEN[rule], [rule])
     assert {verdict.rule for verdict in verdicts if verdict.status == RuleStatus.ALLOWED} == {rule}
     require_passed(verdicts)
 
@@ -132,9 +132,9 @@ def test_an_allowed_rule_is_marked_and_lets_the_run_go(rule):
 @pytest.mark.parametrize("rule", sorted(_NEVER_ALLOWED))
 def test_a_rule_without_which_nothing_starts_cannot_be_allowed(rule):
     with pytest.raises(ConfigError, match=rule):
-        judge(BROKEN[rule], [rule])
+        check_rules(BROKEN[rule], [rule])
     with pytest.raises(PreflightError) as refusal:
-        require_passed(judge(BROKEN[rule]))
+        require_passed(check_rules(BROKEN[rule]))
     assert f"--allow={rule}" not in str(refusal.value)
 
 
@@ -161,16 +161,16 @@ def test_all_reasons_are_told_at_once():
     wanted = {"precision", "flash", "save_every", "toy_profile", "toy_model", "toy_sequence"}
     assert failed(of) == wanted
     with pytest.raises(PreflightError) as refusal:
-        require_passed(judge(of))
+        require_passed(check_rules(of))
     assert all(f"- {rule}: " in str(refusal.value) and f"--allow={rule}" in str(refusal.value) for rule in wanted)
     assert refusal.value.exit_code == 2
 
 
 def flash(of: PreflightFacts):
-    return next(verdict for verdict in judge(of) if verdict.rule == "flash")
+    return next(verdict for verdict in check_rules(of) if verdict.rule == "flash")
 
 
-def test_the_backend_that_will_run_is_judged_not_a_flag():
+def test_the_backend_that_will_run_is_checked_and_not_a_flag():
     assert flash(facts()).message == "kernels: triton, verified on this GPU"
     refused = flash(facts(kernels=FAILED))
     assert refused.status == RuleStatus.FAIL
@@ -187,7 +187,7 @@ def test_one_slow_branch_is_enough():
     assert flash(facts(kernels=mixed)).status == RuleStatus.FAIL
 
 
-def test_on_another_machine_only_what_the_settings_request_is_judged():
+def test_on_another_machine_only_the_requested_backends_are_checked():
     auto = flash(facts(here=False, kernels=None))
     assert (auto.status, "decided at the start" in auto.message) == (RuleStatus.NOT_CHECKED, True)
     named = flash(_with_kernels("portable"))
@@ -265,7 +265,7 @@ def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
 
 def test_a_fix_for_memory_is_one_that_helps():
     def fix(**sections) -> str:
-        return next(v.fix for v in judge(facts("rtx3090", **sections)) if v.rule == "memory")
+        return next(v.fix for v in check_rules(facts("rtx3090", **sections)) if v.rule == "memory")
 
     off = dict(gradient_checkpointing="off")
     assert "gradient_checkpointing=selective" in fix(train=dict(batch_size=64), runtime=off)
@@ -279,7 +279,7 @@ def test_checkpointing_is_demanded_only_where_memory_is_short():
 
     def verdict_on(target: str, mode: str):
         of = facts(target, train=dict(batch_size=TIGHT), runtime=dict(gradient_checkpointing=mode))
-        return next(v for v in judge(of) if v.rule == "gradient_checkpointing")
+        return next(v for v in check_rules(of) if v.rule == "gradient_checkpointing")
 
     assert verdict_on("a100-80gb", "off").status == RuleStatus.PASS
     tight = verdict_on("rtx3090", "off")
@@ -292,7 +292,7 @@ def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
     status_of = statuses(of)
     for rule in ("disk", "data", "model", "step", "checkpoint"):
         assert status_of[rule] == RuleStatus.NOT_CHECKED
-    require_passed(judge(of))
+    require_passed(check_rules(of))
     unknown = statuses(replace(facts(), estimate=None))
     assert {rule for rule, status in unknown.items() if status == RuleStatus.NOT_CHECKED} == {
         "toy_model", "record_gap", "memory", "disk",
@@ -302,14 +302,14 @@ def test_what_could_not_be_checked_is_neither_a_pass_nor_a_failure():
 def test_an_assumed_speed_refuses_no_run():
     of = facts(train=dict(log_every=50_000))
     assert statuses(of)["record_gap"] == RuleStatus.NOT_CHECKED
-    fix = next(v.fix for v in judge(facts(step_s=40.0)) if v.rule == "record_gap")
+    fix = next(v.fix for v in check_rules(facts(step_s=40.0)) if v.rule == "record_gap")
     assert fix == "Set train.log_every=15."
     assert failed(facts(step_s=40.0, train=dict(log_every=15))) == set()
-    assert "shorter" in next(v.fix for v in judge(facts(step_s=700.0)) if v.rule == "record_gap")
+    assert "shorter" in next(v.fix for v in check_rules(facts(step_s=700.0)) if v.rule == "record_gap")
 
 
 def test_an_override_must_name_a_rule():
     with pytest.raises(ConfigError, match=r"precision\?"):
         check_names(["precison"])
     with pytest.raises(ConfigError):
-        judge(facts(), ["everything"])
+        check_rules(facts(), ["everything"])

@@ -1,4 +1,4 @@
-"""Every config in the repository, judged for the hardware its header names."""
+"""Preflight of every config in the repository on the hardware its header names."""
 
 import inspect
 import re
@@ -8,7 +8,7 @@ import pytest
 
 from nsa.geometry import Geometry
 from nsa_train.config import load
-from nsa_train.planning.preflight_rules import RuleStatus, is_long, judge
+from nsa_train.planning.preflight_rules import RuleStatus, check_rules, is_long
 from nsa_train.shipped import CORPUS
 
 pytest.importorskip("olmo_core", reason="the engine is in the train extra")
@@ -50,7 +50,7 @@ def verdicts(name: str, target: str, *changes: str):
     vocabulary = {each: [f"model.vocab_size={size}"] for each, size in sizes.items()}
     config = load(CONFIGS / f"{name}.yaml", overrides=[*vocabulary.get(name, []), *changes])
     facts = gather(config, parse_target(target), try_it=False)
-    return judge(facts), facts
+    return check_rules(facts), facts
 
 
 def broken(rule_verdicts) -> set[str]:
@@ -168,7 +168,7 @@ def test_a_missing_tokenizer_is_refused_before_the_run_and_the_command_in_the_he
     assert config.data.tokenizer != "byte"
 
     def data_rule():
-        rule_verdicts = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+        rule_verdicts = check_rules(gather(config, parse_target("here", "cpu"), try_it=False))
         return next(verdict for verdict in rule_verdicts if verdict.rule == "data")
 
     assert data_rule().status == RuleStatus.FAIL
@@ -197,5 +197,5 @@ def test_a_config_says_how_its_tokenizer_is_made(file):
 
 def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
     config = load(CONFIGS / "train_50k.yaml", overrides=["data.tokenizer=byte", "model.vocab_size=256"])
-    rule_verdicts = judge(gather(config, parse_target("here", "cpu"), try_it=False))
+    rule_verdicts = check_rules(gather(config, parse_target("here", "cpu"), try_it=False))
     assert "model.vocab_size (256)" in next(verdict for verdict in rule_verdicts if verdict.rule == "data").message

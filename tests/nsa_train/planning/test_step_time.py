@@ -82,7 +82,7 @@ def test_the_portable_time_is_bytes_over_bandwidth():
     assert portable.step_s / 2 < faster.step_s < 0.6 * portable.step_s
 
 
-def test_a_gpu_that_is_not_modelled_is_judged_like_one_that_is_and_says_so():
+def test_a_gpu_without_a_model_is_rated_like_a_modelled_one_and_says_so():
     timing = reckon("l40s").timing
     assert "as on a100" in timing
     assert "as on" not in reckon("h100-80gb").timing

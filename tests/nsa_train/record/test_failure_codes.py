@@ -76,6 +76,6 @@ def test_an_exit_status_has_a_code(status, code):
     assert code_of_exit_status(status) == code
 
 
-def test_a_code_of_a_later_version_leaves_the_text_to_judge_by():
+def test_with_a_code_of_a_later_version_the_text_decides():
     assert recorded_code("invented_later", "MemoryError") == FailureCode.OUT_OF_MEMORY
     assert recorded_code("invented_later", "reworded") == FailureCode.UNEXPECTED

@@ -11,7 +11,7 @@ from nsa_train.checkpoint.transfer import S3Prefix, pull
 from nsa_train.cli import launch
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here, parse_target
-from nsa_train.planning.preflight_rules import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, check_rules
 from nsa_train.record.events import EventKind, RunEvent, read_events
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.gather_preflight_facts import gather, require_preflight
@@ -96,7 +96,7 @@ def test_copies_and_failed_copies_are_events_and_the_newest_failure_is_a_finding
 
 def status(folder: Path, target=None, **more) -> RuleStatus:
     facts = gather(config_of(folder, 1), target or hardware_here("cpu"), try_it=False, **more)
-    (verdict,) = [verdict for verdict in judge(facts) if verdict.rule == "checkpoint_store"]
+    (verdict,) = [verdict for verdict in check_rules(facts) if verdict.rule == "checkpoint_store"]
     return verdict.status
 
 

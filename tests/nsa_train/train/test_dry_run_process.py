@@ -69,7 +69,7 @@ def test_what_fits_the_machine_but_not_the_limit_is_tried_with_fake_tensors(tmp_
     assert "GiB" in facts.dry_run.checkpoint.not_tried
     assert facts.dry_run.step.problem is None
     assert facts.dry_run.step_s is None
-    assert {verdict.rule for verdict in judge(facts) if verdict.status == RuleStatus.FAIL} == set()
+    assert {verdict.rule for verdict in check_rules(facts) if verdict.status == RuleStatus.FAIL} == set()
 
 
 @pytest.mark.nightly

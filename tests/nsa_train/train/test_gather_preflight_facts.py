@@ -16,7 +16,7 @@ from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver
 from nsa_train import names
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here, parse_target
-from nsa_train.planning.preflight_rules import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, check_rules
 from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train import datasets
 from nsa_train.train import dry_run as module
@@ -150,10 +150,10 @@ def test_the_measured_step_replaces_the_assumption(tmp_path, no_feeder):
 
 
 def flash(facts):
-    return next(verdict for verdict in judge(facts) if verdict.rule == "flash")
+    return next(verdict for verdict in check_rules(facts) if verdict.rule == "flash")
 
 
-def test_a_long_run_here_is_judged_by_the_kernels_that_will_run(tmp_path, monkeypatch):
+def test_a_long_run_on_this_machine_is_checked_with_the_kernels_that_will_run(tmp_path, monkeypatch):
     config = run_config(tmp_path, "train.steps=5000")
     facts = gather(config, hardware_here("cpu"), try_it=False)
     assert [choice.backend for choice in facts.kernels] == ["cpu"] * 4
@@ -197,7 +197,7 @@ def test_fp16_is_refused_under_its_own_name(tmp_path):
     config = run_config(tmp_path, "runtime.precision=fp16")
     failed = [
         rule_verdict.rule
-        for rule_verdict in judge(gather(config, hardware_here("cpu")))
+        for rule_verdict in check_rules(gather(config, hardware_here("cpu")))
         if rule_verdict.status == RuleStatus.FAIL
     ]
     assert failed == ["precision_fp16"]

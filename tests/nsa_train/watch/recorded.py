@@ -1,7 +1,7 @@
 """Heartbeats of runs that are well and of runs that are not: one recording for every condition.
 
 Plain beats per rank on a time axis in seconds (`HeartbeatRecord.ts`), with what env.json and events.jsonl would say.
-`end` is the moment to judge at. Every back-end that judges the conditions is tested on these.
+`end` is the moment to evaluate at. Every back-end that evaluates the conditions is tested on these.
 """
 
 import math
@@ -50,7 +50,7 @@ class Recording:
 
 
 def record(beats: Iterable[HeartbeatRecord], *, after_s: float = 1.0, **facts: Any) -> Recording:
-    """One rank's beats, judged a moment after the last, with a save at every due step."""
+    """One rank's beats, evaluated a moment after the last, with a save at every due step."""
     log = list(beats)
     recording = Recording({0: log}, log[-1].ts + after_s)
     recording.facts = replace(recording.facts, **facts)

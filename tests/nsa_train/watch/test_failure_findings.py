@@ -1,4 +1,4 @@
-"""A failure is found by its code, not by its message; records without a code are still judged."""
+"""Failures are classified by their code; records without a code by their message."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def conditions(beat: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("line", OLD.read_text(encoding="utf-8").splitlines())
-def test_records_of_runs_before_the_code_are_judged_by_their_text_as_they_were(line):
+def test_records_without_a_code_are_classified_by_their_text(line):
     old = json.loads(line)
     assert "failure_code" not in old["beat"]
     assert conditions(old["beat"]) == [old["condition"]]

@@ -144,7 +144,7 @@ def test_nodes_are_missing_until_the_ranks_start_and_not_for_a_node_that_would_j
 
 
 def test_a_rise_is_no_plateau_and_a_plateau_no_rise():
-    """Over a window in which both would be judged."""
+    """Uses a window in which both conditions are evaluated."""
     noise = [0.05 * (-1) ** step for step in range(1301)]
     flat = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step]}))
     up = record(a_run(1300, lambda step: {"loss": 4.0 + noise[step] + max(0, step - 900) * 0.003}))

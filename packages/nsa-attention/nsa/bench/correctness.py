@@ -33,7 +33,7 @@ class CorrectnessCheck:
     errors: dict[str, float] = field(default_factory=dict)
     """Relative error of the worst row: output, each gradient, scores of the chosen blocks."""
     limit: float = 0.0
-    judged: str = ""
+    checked: str = ""
     reason: str = ""
     """Why it does not agree; empty if it does."""
 
@@ -54,10 +54,10 @@ def check_correctness(
         steps = min(_DECODE_STEPS, case.length - task.length)
         out = torch.cat([runner.results(False)["out"] for _ in range(steps)], 1)
         errors = errors_of(task, case, runner, {"out": out}, torch.arange(task.length, task.length + steps))
-        judged = f"{steps} steps after {task.length} tokens, exactly"
+        checked = f"{steps} steps after {task.length} tokens, exactly"
     elif case.length <= short:
         errors = errors_of(task, case, runner, runner.results(task.backward), torch.arange(case.length))
-        judged = f"all {case.length} queries"
+        checked = f"all {case.length} queries"
     else:
         short_case = BenchCase(case.shape, short, case.dtype, case.data, device=case.device)
         short_task = replace(task, length=short)
@@ -67,11 +67,11 @@ def check_correctness(
         rows = _sampled_rows(case.length)
         at_length = errors_of(task, case, runner, runner.results(task.backward), rows)
         errors = {name: max(errors[name], at_length[name]) for name in errors}
-        judged = f"all {short} queries of a short case and {len(rows)} of {case.length}"
+        checked = f"all {short} queries of a short case and {len(rows)} of {case.length}"
     limit = ROW_LIMITS[case.dtype]
     wrong = [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= limit]
     reason = f"differs from the reference: {', '.join(wrong)} (at most {limit:g})" if wrong else ""
-    return CorrectnessCheck(not wrong, errors, limit, judged, reason)
+    return CorrectnessCheck(not wrong, errors, limit, checked, reason)
 
 
 def short_length(case: BenchCase) -> int:

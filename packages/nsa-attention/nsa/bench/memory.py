@@ -26,7 +26,7 @@ def measure_memory(
 ) -> dict[str, Any]:
     """Peak memory above what the inputs take, in MiB."""
     answer: dict[str, Any] = dict(
-        length=task.length, dtype=task.dtype, shape=shape, contender=implementation.name, peak_mib=None, absent=""
+        length=task.length, dtype=task.dtype, shape=shape, implementation=implementation.name, peak_mib=None, absent=""
     )
     if reason := implementation.refusal(task):
         return answer | {"absent": reason}

@@ -119,7 +119,7 @@ def chooser(case: BenchCase, backend: str, by_phi: bool = False) -> Callable[[Te
 
 
 def compressed_by_phi(case: BenchCase) -> tuple[Tensor, Tensor]:
-    """What the mean over each block gives, apart from the module's own code: it is what that code is judged by."""
+    """Means over each block, computed apart from the module's own code, which is checked against them."""
     g = case.shape.geometry
     k, v = (
         x.double().unfold(1, g.l, g.d).mean(-1).to(case.dtype) if x.shape[1] >= g.l else x[:, :0]

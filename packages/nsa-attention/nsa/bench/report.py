@@ -144,7 +144,7 @@ MEMORY_COLUMNS = ("length", "dtype", "implementation", "peak above inputs", "per
 
 
 def memory_row(measured: dict[str, Any]) -> tuple[str, ...]:
-    head = (spell(measured["length"]), measured["dtype"], measured["contender"])
+    head = (spell(measured["length"]), measured["dtype"], measured["implementation"])
     if measured["absent"]:
         return (*head, "–", f"absent: {measured['absent']}")
     mib = measured["peak_mib"]

@@ -1,6 +1,6 @@
 """Decode steps of the self-check: a cache as the model keeps it, filled token by token, every step compared.
 
-Slots that hold no token yet are NaN: whoever reads one has a NaN in the output.
+Slots that hold no token yet are NaN: reading one puts NaN into the output.
 
 B batch · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
 """
@@ -63,7 +63,7 @@ class DecodeCase:
             results |= {f"out, step {step}": out.clone(), f"blocks, step {step}": idx.clone()}
         return results
 
-    def judge(self, got: Results, device: torch.device) -> list[CheckResult]:
+    def compare(self, got: Results, device: torch.device) -> list[CheckResult]:
         results = []
         for step, q in enumerate(self.q_steps, start=1):
             idx = got[f"blocks, step {step}"].cpu()

@@ -167,7 +167,7 @@ def _compared(
         if part.name in parts:
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 got = part.run()
-            results += part.judge(got)
+            results += part.compare(got)
     return results
 
 

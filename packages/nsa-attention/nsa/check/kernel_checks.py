@@ -48,7 +48,7 @@ class _CheckedPart(NamedTuple):
 
     name: str
     run: Callable[[], Results]
-    judge: Callable[[Results], list[CheckResult]]
+    compare: Callable[[Results], list[CheckResult]]
 
 
 def parts(
@@ -80,7 +80,7 @@ def parts(
 def _check_part(part: _CheckedPart, device: torch.device) -> list[CheckResult]:
     """Compared with the reference; if that holds, again, bit by bit."""
     first = part.run()
-    results = part.judge(first)
+    results = part.compare(first)
     if not all(result.holds for result in results):
         return results
     with poisoned_memory():
@@ -97,7 +97,7 @@ def _attention(call: KernelCall, branch: str, device: torch.device, backend: str
     return dict(zip(ALL_NAMES, call.by_kernel(backend, branch, device, ALL_NAMES), strict=True))
 
 
-def _judge(
+def _compare_branch(
     call: KernelCall, branch: str, names: tuple[str, ...], device: torch.device, exact: torch.dtype, label: str,
     got: Results,
 ) -> list[CheckResult]:  # fmt: skip
@@ -105,10 +105,10 @@ def _judge(
     if call.dtype != torch.float32:
         plain = dict(zip(names, call.by_plain_pytorch(branch, device, names), strict=True))
     results = compare(label, call.dtype, got, truth, plain)
-    return [*results, *(_judge_blocks(call, label, got) if "blocks" in got else ())]
+    return [*results, *(_compare_blocks(call, label, got) if "blocks" in got else ())]
 
 
-def _judge_blocks(call: KernelCall, label: str, got: Results) -> list[CheckResult]:
+def _compare_blocks(call: KernelCall, label: str, got: Results) -> list[CheckResult]:
     where = (call.layout.pos_BS, call.layout.first_BS)
     error = blocks_error(call.q_BSGRK, call.compressed[0], *where, got["blocks"], call.geometry, call.scale)
     return [bounded(f"{label} blocks", float(error.max()), SELECTION_LIMIT)]
@@ -163,7 +163,7 @@ class _MixCase:
         names = ("out", "dgates", *(f"d{branch}" for branch in ATTENTION))
         return dict(zip(names, (out.detach(), *gradients), strict=True))
 
-    def judge(self, name: str, device: torch.device, got: Results) -> list[CheckResult]:
+    def compare(self, name: str, device: torch.device, got: Results) -> list[CheckResult]:
         truth, plain = self.run(reference.mix, CPU, torch.float32), self.run(reference.mix, device)
         return compare(name, self.dtype, got, truth, plain)
 

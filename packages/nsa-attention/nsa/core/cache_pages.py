@@ -127,7 +127,7 @@ class PageTable:
             mine if i == row else before[row][: self._pages_of(lengths[row])]
             for i, (row, mine) in enumerate(zip(rows, before, strict=True))
         ]
-        # What another row uses too is shared; past its tokens a row may have pages that nobody else may use.
+        # What another row uses too is shared; past its tokens a row may have pages that no other row may use.
         for i, row in enumerate(rows):
             if i != row:
                 for page in self._rows[i]:
@@ -199,7 +199,7 @@ class PageTable:
             if number < len(mine):
                 page = mine[number]
                 left[page] = left.get(page, self._users[page]) - 1
-                if not left[page]:  # nobody else uses it
+                if not left[page]:  # no other row uses it
                     continue
             pages.append(number)
         return pages
@@ -234,7 +234,7 @@ class ExclusiveUse:
         self._release()
 
     def __reduce__(self) -> tuple[type["ExclusiveUse"], tuple[()]]:
-        return ExclusiveUse, ()  # a copy belongs to whoever made it
+        return ExclusiveUse, ()  # a copy belongs to its owner
 
 
 class CacheSlots:

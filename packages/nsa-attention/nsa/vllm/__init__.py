@@ -9,7 +9,7 @@ ARCHITECTURE = "NSAForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM and Transformers of the model. May be called more than once.
+    """Register the model with vLLM and Transformers. May be called more than once.
 
     Never raises: an exception here would stop every vLLM server of the environment, whatever its model.
     """

@@ -445,7 +445,7 @@ def _array(kind: Any, shape: Any, code: Any) -> PendingObject:
             raise PickleRefused("it has an array whose size differs from its bytes")
         try:
             import numpy
-        except ImportError:  # as where checkpoints are only verified: the content is harmless, and nobody uses it
+        except ImportError:  # as where checkpoints are only verified: the content is harmless and unused
             return content
         return numpy.frombuffer(content, f"<{dtype.kind}").reshape(shape, order="F" if fortran else "C").copy()
 

@@ -26,7 +26,7 @@ def list_checkpoints(
 ) -> None:
     """List checkpoints, newest last, with the reason each was saved and is kept; checks names and sizes, not hashes.
 
-    Exit code: 0, also if one is damaged or there is none (`nsa checkpoint verify` judges); 22 if there is no such run.
+    Exit code: 0, also if one is damaged (`nsa checkpoint verify` fails) or there is none; 22 if there is no such run.
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """

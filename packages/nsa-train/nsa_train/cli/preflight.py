@@ -43,7 +43,7 @@ def preflight(
     config = resolve(arguments or [])
 
     from nsa_train.planning.hardware import parse_target
-    from nsa_train.planning.preflight_rules import RuleStatus, check_names, judge
+    from nsa_train.planning.preflight_rules import RuleStatus, check_names, check_rules
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
@@ -60,7 +60,7 @@ def preflight(
             time_limit_s=timeout,
             log=_progress(shown),
         )
-    verdicts = judge(facts, allow)
+    verdicts = check_rules(facts, allow)
     if as_json:
         print_json(_as_dict(facts, verdicts))
     else:

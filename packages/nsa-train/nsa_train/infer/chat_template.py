@@ -1,6 +1,6 @@
 """Renders chat templates in a child process with limits on time, memory and length of the text.
 
-A template is a program of whoever wrote the model's folder. Jinja's sandbox, as Transformers uses it, keeps it from
+A template is a program by the author of the model's folder. Jinja's sandbox, as Transformers uses it, keeps it from
 files and from Python's objects; it does not keep it from endless loops and from filling memory.
 As a program this file is that child: JSON lines on stdin and stdout. It imports no torch and serves a whole session.
 """

@@ -129,7 +129,7 @@ class HardwareDevice:
 
 @dataclass(frozen=True)
 class HardwareTarget:
-    """The hardware that a run is judged for."""
+    """The hardware that a run is checked against."""
 
     device: HardwareDevice
     count: int = 1
@@ -185,7 +185,7 @@ def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None =
 
 
 def _gpu_here(properties: object) -> HardwareDevice:
-    """The known device of that name with the memory that is really there; an unknown one is judged as the slowest."""
+    """The known device of that name with the memory that is really there; an unknown one is rated as the slowest."""
     name: str = getattr(properties, "name", "")
     memory_gib = getattr(properties, "total_memory", 0) / GIB
     known = find_gpu(name, memory_gib)

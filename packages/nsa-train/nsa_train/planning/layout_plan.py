@@ -255,7 +255,7 @@ class LayoutFigures:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits as preflight judges it: without full checkpointing part of the memory stays free."""
+        """Whether it fits by the rule of preflight: without full checkpointing part of the memory stays free."""
         room = 1.0 if self.layout.checkpointing == "full" else SAFE_MEMORY
         return self.memory.total <= room * self.memory.available
 

@@ -129,7 +129,7 @@ def _record_gap(facts: PreflightFacts) -> RuleFinding:
 
 
 def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
-    """Judges the backends that will run: as decided on this machine, else as the settings request them."""
+    """Check the backends that will run: as decided on this machine, else as the settings request them."""
     device, is_gpu = facts.target.device.name, facts.target.device.is_gpu
     fastest = BACKENDS[is_gpu][0]
     if facts.kernels_problem is not None:
@@ -409,7 +409,7 @@ class RuleVerdict:
     fix: str = ""
 
 
-def judge(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
+def check_rules(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
     """Evaluate every rule that applies to this run."""
     check_names(allowed)
     long = is_long(facts)

@@ -124,6 +124,6 @@ def _of_one(error: BaseException) -> FailureCode:
 
 
 def _is_of_torch(error: BaseException, name: str) -> bool:
-    """Check without importing torch: readers of run folders do not need it; whoever raised its error has it."""
+    """Check without importing torch: readers of run folders do not need it; a process that raised its error has it."""
     kind = getattr(sys.modules.get("torch"), name, None)
     return kind is not None and isinstance(error, kind)

@@ -46,7 +46,7 @@ def saved_tokenizer(config: RunConfig, vocab_size: int) -> Tokenizer | None:
 def _tokenizer_of_set(folder: StorageFolder, spec: str) -> Tokenizer | None:
     """The tokenizer beside the manifest, else the one in the settings, if it is the one the set was prepared with."""
     manifest = read_manifest(folder)
-    with suppress(ConfigError, DataError):  # a tokenizer.json that somebody else put there
+    with suppress(ConfigError, DataError):  # a tokenizer.json of another program
         if (saved := read_from_set(folder, manifest)) is not None:
             return saved
     try:

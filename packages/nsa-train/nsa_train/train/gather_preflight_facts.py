@@ -22,7 +22,15 @@ from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.planning.estimate import RunEstimate, estimate
 from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here, host_memory, process_memory
 from nsa_train.planning.preflight_facts import DryRun, DryRunAttempt, FolderFacts, PreflightFacts, read_folder_facts
-from nsa_train.planning.preflight_rules import HALT_FILE, HELD_OUT, failed, is_long, judge, require_passed, why_no_fp16
+from nsa_train.planning.preflight_rules import (
+    HALT_FILE,
+    HELD_OUT,
+    check_rules,
+    failed,
+    is_long,
+    require_passed,
+    why_no_fp16,
+)
 from nsa_train.run_model import kernel_shape, wanted_kernels
 from nsa_train.storage import StorageFolder
 from nsa_train.train import datasets
@@ -219,7 +227,7 @@ def require_preflight(
     )
     if options.clear_halt:
         facts = replace(facts, folder=replace(facts.folder, halt=None))
-    verdicts = [verdict for verdict in judge(facts, options.allow) if verdict.rule not in left_to_ranks]
+    verdicts = [verdict for verdict in check_rules(facts, options.allow) if verdict.rule not in left_to_ranks]
     if {verdict.rule for verdict in failed(verdicts)} != {HALT_FILE}:
         require_passed(verdicts)
 

@@ -44,7 +44,7 @@ def examine(history: RunHistory, *, now: float, limits: HealthLimits) -> list[He
 def stall_limit_s(log: RankLog, history: RunHistory, limits: HealthLimits) -> float:
     """The time that this process may go without a heartbeat at its current step."""
     limit = max(limits.stall_s, limits.stall_steps * log.step_s)
-    # Whether a process on another host is gone is not known; its launcher has told that it starts another one.
+    # Whether a process on another host is gone is not known; its launcher has recorded that it starts another one.
     restarting = history.restarted_at is not None and log.last_at <= history.restarted_at
     paused = log.last.msg in (names.SKIPPED, names.ROLLED_BACK) or _pause_ahead(log, history)
     if not log.progress or restarting or paused:

@@ -15,7 +15,7 @@ from nsa_train import names
 from nsa_train.cli.main import app
 from nsa_train.config import load
 from nsa_train.planning.hardware import hardware_here
-from nsa_train.planning.preflight_rules import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, check_rules
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.shipped import CORPUS
 from nsa_train.train.gather_preflight_facts import _try_held_out, gather
@@ -105,7 +105,7 @@ def verdict(tmp_path, *changes):
     return next((rule_verdict for rule_verdict in judge(facts) if rule_verdict.rule == RULE), None)
 
 
-def test_preflight_judges_what_the_evaluation_would_read(tmp_path, sets):
+def test_preflight_checks_the_data_of_the_evaluation(tmp_path, sets):
     without, with_some = of_set(sets[0] / "without"), of_set(sets[0] / "with")
     assert verdict(tmp_path, *without).status == RuleStatus.FAIL
     assert verdict(tmp_path, *with_some).status == RuleStatus.PASS

@@ -549,7 +549,7 @@ def _save(folder: Path) -> None:
         module.step()
         saving = maker.save_async(folder / f"checkpoints/step{step}", module, {"global_step": step})
         maker.wait_for_save(saving)
-        assert (folder / f"checkpoints/step{step}/COMMIT.json").is_file(), "settled before the commit"
+        assert (folder / f"checkpoints/step{step}/COMMIT.json").is_file(), "done before the commit"
     tensors_and_states = [name for name in read_back if name.endswith((".distcp", ".pt", "/.metadata", ".jsonl"))]
     assert not tensors_and_states, "a file was read again to be hashed"
     whole = module.whole()

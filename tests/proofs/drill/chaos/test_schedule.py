@@ -1,4 +1,4 @@
-"""The plan of a chaos drill: the same for the same seed, with every class, at steps where a fault can be judged."""
+"""The plan of a chaos drill: the same for the same seed, with every class, at steps where a fault can be evaluated."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_an_hour_has_every_class_and_pairs(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_clock_by_which_goodput_is_judged_is_never_changed(seed):
+def test_the_clock_that_measures_goodput_is_never_changed(seed):
     clocks = [fault for fault in make_plan(seed, 3600).faults if fault.fault.value.startswith("clock_")]
     assert len(clocks) == 2
     assert all(fault.victim > 0 for fault in clocks)

@@ -15,7 +15,7 @@ from nsa_train.record.record_files import JsonLines
 from proofs.drill.chaos.fault_classes import ChaosFault
 from proofs.drill.chaos.observations import Observation, RunObserver
 from proofs.drill.chaos.schedule import ChaosPlan, PlannedFault
-from proofs.drill.chaos.verdict import ChaosVerdict, PlayedFault, found_in_calm_run, judge, read_outcome
+from proofs.drill.chaos.verdict import ChaosVerdict, PlayedFault, evaluate, found_in_calm_run, read_outcome
 
 BEGAN = 1_000_000.0
 STEPS = 40
@@ -68,9 +68,9 @@ class FakeRuns:
         self.now = BEGAN + second
         self.observer.update()
 
-    def judge(self, plan: ChaosPlan = PLAN) -> ChaosVerdict:
+    def evaluate(self, plan: ChaosPlan = PLAN) -> ChaosVerdict:
         outcome = read_outcome(plan, self.run, self.calm)
-        return judge(plan, self.played, self.observer.observations, outcome)
+        return evaluate(plan, self.played, self.observer.observations, outcome)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def only_unmet(verdict: ChaosVerdict) -> str:
 
 
 def test_a_run_as_planned_holds(runs):
-    verdict = runs.judge()
+    verdict = runs.evaluate()
     assert verdict.unmet == []
     killed, paused = verdict.played
     assert (killed.named_at, paused.named_at) == (BEGAN + 21, None)
@@ -110,12 +110,12 @@ def test_a_run_as_planned_holds(runs):
 def test_an_event_without_its_fault(runs, kind, details, second):
     """Before, long after, and during a fault that the run must absorb."""
     runs.event(second, kind, **details)
-    assert only_unmet(runs.judge()).startswith("not explained by a fault")
+    assert only_unmet(runs.evaluate()).startswith("not explained by a fault")
 
 
 def test_a_fault_explains_only_its_own_kinds(runs):
     runs.event(30, EventKind.HALT, reason="nobody asked")
-    assert "nobody asked" in only_unmet(runs.judge())
+    assert "nobody asked" in only_unmet(runs.evaluate())
 
 
 @pytest.mark.parametrize(
@@ -130,13 +130,13 @@ def test_errors_of_the_store_are_named_by_the_failed_copy(runs, kind, details):
     runs.played.append(PlayedFault(store, BEGAN + 120, BEGAN + 126, BEGAN + 127))
     runs.event(121, EventKind.COPIED, address="s3://chaos/run/step10")
     runs.event(124, kind, **details)
-    verdict = runs.judge(replace(PLAN, faults=(KILL, PAUSE, store)))
+    verdict = runs.evaluate(replace(PLAN, faults=(KILL, PAUSE, store)))
     assert (verdict.unmet, verdict.played[2].named_at) == ([], BEGAN + 124)
 
 
 def test_a_resolved_finding_needs_no_explanation(runs):
     runs.event(150, EventKind.FINDING, condition="heartbeat_stall", over=True)
-    assert runs.judge().holds
+    assert runs.evaluate().holds
 
 
 def test_a_problem_in_a_log(runs):
@@ -144,78 +144,78 @@ def test_a_problem_in_a_log(runs):
     log.parent.mkdir(parents=True)
     log.write_text("resuming from step10\nValueError: surprise\n", encoding="utf-8")
     runs.see(150)
-    assert "ValueError: surprise" in only_unmet(runs.judge())
+    assert "ValueError: surprise" in only_unmet(runs.evaluate())
 
 
 def test_a_watchdog_that_crashes(runs):
     log = runs.folder / "3-watch.log"
     log.write_text("CRITICAL run_failed: OSError: quoted\nTraceback (most recent call last):\n", encoding="utf-8")
     runs.see(150)
-    assert "3-watch.log: Traceback" in only_unmet(runs.judge())
+    assert "3-watch.log: Traceback" in only_unmet(runs.evaluate())
 
 
 def test_a_damaged_record(runs):
     with (runs.run / names.EVENTS).open("a") as file:
         file.write('{"ts": 1, "event": \n')
     runs.see(150)
-    assert "cannot be read" in only_unmet(runs.judge())
+    assert "cannot be read" in only_unmet(runs.evaluate())
 
 
 def test_a_fault_that_nobody_reports(runs):
     runs.observer.observations[:] = [
         each for each in runs.observer.observations if not each.kind.startswith("launcher")
     ]
-    assert only_unmet(runs.judge()) == "fault 0 (rank_killed) was reported by nobody"
+    assert only_unmet(runs.evaluate()) == "fault 0 (rank_killed) was reported by nobody"
 
 
 def test_a_late_report(runs):
     first = next(each for each in runs.observer.observations if each.kind.startswith("launcher"))
     runs.played[0].continued_at = BEGAN + 200
     runs.observer.observations[:] = [replace(first, at=BEGAN + 120)]
-    assert "was reported after 100 s" in only_unmet(runs.judge())
+    assert "was reported after 100 s" in only_unmet(runs.evaluate())
 
 
 def test_one_report_is_not_the_report_of_two_faults(runs):
     second = replace(KILL, number=2)
     runs.played.insert(1, PlayedFault(second, BEGAN + 20.5, BEGAN + 20.5, BEGAN + 41))
     plan = replace(PLAN, faults=(KILL, second, PAUSE))
-    assert only_unmet(runs.judge(plan)) == "fault 2 (rank_killed) was reported by nobody"
+    assert only_unmet(runs.evaluate(plan)) == "fault 2 (rank_killed) was reported by nobody"
 
 
 def test_a_run_that_does_not_continue(runs):
     runs.played[1].continued_at = None
-    assert only_unmet(runs.judge()) == "the run did not continue after fault 1 (rank_paused)"
+    assert only_unmet(runs.evaluate()) == "the run did not continue after fault 1 (rank_paused)"
 
 
 def test_a_fault_that_was_not_played(runs):
     del runs.played[1]
-    assert only_unmet(runs.judge()) == "fault 1 (rank_paused) was not played"
+    assert only_unmet(runs.evaluate()) == "fault 1 (rank_paused) was not played"
 
 
 def test_a_lost_step(runs):
     path = runs.run / names.heartbeat(1)
     lines = [line for line in path.read_text().splitlines(keepends=True) if '"step":20,' not in line]
     path.write_text("".join(lines), encoding="utf-8")
-    assert "1 steps of rank 1 have no record, the first is 20" in only_unmet(runs.judge())
+    assert "1 steps of rank 1 have no record, the first is 20" in only_unmet(runs.evaluate())
 
 
 def test_another_loss(runs):
     path = runs.run / names.heartbeat(0)
     path.write_text(path.read_text().replace('"loss":4.7,', '"loss":4.7000001,'), encoding="utf-8")
-    assert "another loss" in only_unmet(runs.judge())
+    assert "another loss" in only_unmet(runs.evaluate())
 
 
 def test_other_weights(runs):
     runs.finish(runs.run, np.nextafter(np.float32(1.5), np.float32(2)))
-    assert "not bitwise equal" in only_unmet(runs.judge())
+    assert "not bitwise equal" in only_unmet(runs.evaluate())
 
 
 def test_low_goodput_of_a_long_run(runs):
-    assert "goodput is" in only_unmet(runs.judge(replace(PLAN, duration_s=3600.0)))
+    assert "goodput is" in only_unmet(runs.evaluate(replace(PLAN, duration_s=3600.0)))
 
 
 def test_a_run_that_does_not_finish(runs):
-    verdict = judge(PLAN, runs.played, runs.observer.observations, None)
+    verdict = evaluate(PLAN, runs.played, runs.observer.observations, None)
     assert only_unmet(verdict) == "the run did not finish"
     shutil.rmtree(runs.run)
 
@@ -237,5 +237,5 @@ def test_noise_of_the_calm_run_needs_no_fault(runs, tmp_path):
     runs.observer.observations.append(noise)
     outcome = read_outcome(PLAN, runs.run, runs.calm)
     observations = runs.observer.observations
-    assert not judge(PLAN, runs.played, observations, outcome).holds
-    assert judge(PLAN, runs.played, observations, outcome, lambda each: found_in_calm_run(calm, each)).holds
+    assert not evaluate(PLAN, runs.played, observations, outcome).holds
+    assert evaluate(PLAN, runs.played, observations, outcome, lambda each: found_in_calm_run(calm, each)).holds

@@ -88,7 +88,7 @@ def _require_trusted(path: Path, status: os.stat_result) -> None:
     """Refuse a folder or a library that anyone but this user and root can change."""
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX:
-        shared = 0  # as in /tmp: others may add files, which are judged by their owner, and replace none of ours
+        shared = 0  # as in /tmp: others may add files, which are checked by their owner, and replace none of ours
     if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
         reason, fix = "is no regular file", "Remove it"
     elif status.st_uid not in (os.geteuid(), 0):

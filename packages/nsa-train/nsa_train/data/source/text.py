@@ -5,7 +5,7 @@ end in a newline whatever they ended in; nothing else of a text or Markdown file
 
 Files are UTF-8, UTF-16 or UTF-32 with a byte order mark, or in a charset that a page declares. Nothing is guessed from
 the language of a text: a file that is not UTF-8 and says nothing about itself is read with the fallback encoding
-(Windows-1252 unless told otherwise), and the report says which encoding was used. Of an HTML page the visible text is
+(Windows-1252 unless set otherwise), and the report says which encoding was used. Of an HTML page the visible text is
 read: scripts, styles and navigation are dropped, paragraphs are kept.
 """
 
@@ -71,7 +71,7 @@ class UnreadableText(CorruptUnit):
 
 
 class TextFileSource:
-    """`report`, if given, is told about files that are not UTF-8."""
+    """`report`, if given, receives the files that are not UTF-8."""
 
     def __init__(
         self,

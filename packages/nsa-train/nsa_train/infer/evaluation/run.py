@@ -277,7 +277,7 @@ class _TaskProgress:
 
 
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:
-    """The held-out data; None, with a note, if there is none and nobody asked for it."""
+    """The held-out data; None, with a note, if there is none and it was not requested."""
     try:
         return held_out_data(loaded, request.data, request.seq_len)
     except NSAError as error:

@@ -193,7 +193,7 @@ class _SeveralNodes(RendezvousHandler):
         return 0
 
     def _failed_elsewhere(self) -> bool:
-        """Whether another agent, with the secret of this run, has told that its ranks failed."""
+        """Whether another agent, with the secret of this run, has reported that its ranks failed."""
         return self._failures.check([_FAILED]) and hmac.compare_digest(
             self._failures.get(_FAILED), self._failure.hex().encode()
         )
@@ -202,7 +202,7 @@ class _SeveralNodes(RendezvousHandler):
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        """Called when the ranks of this node have ended. If they failed, the other agents are told."""
+        """Called when the ranks of this node have ended. If they failed, the other agents are notified."""
         error = sys.exception()  # torch calls this while it raises
         codes = [each.exitcode for each in error.failures.values()] if isinstance(error, ChildFailedError) else []
         if self._met and any(code not in _ORDERLY for code in codes):
