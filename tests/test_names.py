@@ -1,6 +1,7 @@
-"""Names of files in a run folder and its checkpoints are spelled in nsa_train/names.py alone."""
+"""Names of files of a run are spelled in nsa_train/names.py alone; local names are nouns; docstrings stand alone."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ ARTIFACTS = {
 }
 PLAIN_WORDS = {"checkpoints", "evaluations", "latest", "tb", ".lock", names.TENSOR_FILES, names.TENSOR_INDEX}
 """Also ordinary words or endings: only as a part of a path are they the name of an artifact."""
+CHECKOUT = Path(__file__).parents[1]
+PYTHON_FOLDERS = ("packages", "tests", "proofs", "tools", "experiments", "bench", "scripts")
+NO_NOUNS = {"found", "made", "given", "kept"}
+OPENINGS = re.compile(r"(?:Of|The same|And)\b")
 STEMS = ("heartbeat_rank", "stackdump_", "collectives_rank", ".saving-", ".replaced-", ".deleting-")
 
 
@@ -28,6 +33,60 @@ def spelled(source: str) -> Iterator[str]:
             first = node.values[0] if node.values else None
             if isinstance(first, ast.Constant) and str(first.value).startswith(STEMS):
                 yield str(first.value)
+
+
+def refused_words(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each name that is no noun, and of each docstring that needs a sentence before it.
+
+    Variables, parameters and functions count; fields of a class do not: files and other modules know them by name.
+    """
+    fields: set[int] = set()
+    for node in ast.walk(tree):  # a class comes before what is in it
+        if isinstance(node, ast.ClassDef):
+            fields |= {id(part.target) for part in node.body if isinstance(part, ast.AnnAssign)}
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node) or ""
+            if OPENINGS.match(text):
+                yield node.body[0].lineno, text.splitlines()[0]
+        if isinstance(node, ast.Name):
+            name = node.id if isinstance(node.ctx, ast.Store) and id(node) not in fields else ""
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        else:
+            name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler) else ""
+        if name in NO_NOUNS:
+            yield node.lineno, name
+
+
+def test_local_names_are_nouns_and_docstrings_stand_alone():
+    """A local name says what the value is; a docstring begins with a verb or with a noun phrase."""
+    modules = [path for folder in PYTHON_FOLDERS for path in sorted((CHECKOUT / folder).rglob("*.py"))]
+    assert len(modules) > 500
+    assert [
+        f"{path.relative_to(CHECKOUT)}:{line}: {text}"
+        for path in modules
+        for line, text in refused_words(ast.parse(path.read_text("utf-8")))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "found = 1", "for _, made in []: pass", "[kept for kept in []]", "if given := 1: pass", "lambda *found: 0",
+        "def f(*, given): pass", "def found(): pass", "with x as (made, y): pass",
+        "class A:\n def f(self):\n  kept: int = 1", '"""Of a row."""',
+        'def f():\n """The same, later."""', 'class A:\n """And then."""',
+    ],
+)  # fmt: skip
+def test_a_refused_name_or_docstring_is_seen(source):
+    assert len([*refused_words(ast.parse(source))]) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["class A:\n kept: int", "x.found = 1", "f(given=1)", "from hypothesis import given", '"""Often."""']
+)
+def test_fields_and_keywords_are_left_alone(source):
+    assert [*refused_words(ast.parse(source))] == []
 
 
 def test_no_other_module_spells_the_name_of_an_artifact():

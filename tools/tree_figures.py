@@ -6,7 +6,6 @@ python -m tools.tree_figures --single 130    also the modules below 130 lines th
 
 import argparse
 import ast
-import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,12 +14,11 @@ import typer
 
 from nsa_train.cli.main import app
 from tests.test_imports_point_down import imports, is_for_type_checkers, sources
+from tests.test_names import refused_words
 from tools.docs.reference_pages import leaf_commands
 
 PACKAGES = ("nsa", "nsa_train")
 ROOT = Path(__file__).parents[1] / "packages"
-NO_NOUNS = re.compile(r"^\s*(?:for )?(?:found|made|given|kept)\b[^=\n(]*(?: = | in )", re.MULTILINE)
-OPENING = re.compile(r"(?:Of|The same|And)\b")
 
 
 class RuntimeImports(ast.NodeTransformer):
@@ -70,15 +68,6 @@ def public_names(tree: ast.Module) -> Iterator[str]:
         yield from (name for name in names if not name.startswith("_"))
 
 
-def openings(tree: ast.Module) -> Iterator[str]:
-    """Docstrings that do not stand alone."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
-            text = ast.get_docstring(node) or ""
-            if OPENING.match(text):
-                yield text
-
-
 def print_row(title: str, by_module: dict[str, int]) -> None:
     numbers = [sum(n for name, n in by_module.items() if name.split(".")[0] == package) for package in PACKAGES]
     print(f"{title:34}{numbers[0]:8,}{numbers[1]:11,}{sum(numbers):8,}")
@@ -105,8 +94,7 @@ def main() -> None:
     print_row("modules", dict.fromkeys(texts, 1))
     print_row("modules with at most one importer", dict.fromkeys(single, 1))
     print_row("public names of modules", {name: len([*public_names(tree)]) for name, tree in trees.items()})
-    print_row("docstrings with Of, The same, And", {name: len([*openings(tree)]) for name, tree in trees.items()})
-    print_row("locals found, made, given, kept", {name: len(NO_NOUNS.findall(text)) for name, text in texts.items()})
+    print_row("names and docstrings refused", {name: len([*refused_words(tree)]) for name, tree in trees.items()})
     commands = [command for _, command in leaf_commands(typer.main.get_command(app), "nsa")]
     options = [each for command in commands for each in command.params if each.param_type_name == "option"]
     print(f"commands: {len(commands)} with {len(options)} options; circle of imports: {circle(texts)}")
