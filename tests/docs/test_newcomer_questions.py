@@ -48,11 +48,11 @@ def test_the_example_of_the_answers_runs():
     assert names["y"].shape == (2, 1000, 768)
 
 
-def test_there_are_ten():
+def test_there_are_ten_questions():
     assert len({asked.question for asked in NEWCOMER_QUESTIONS}) == 10
 
 
-def test_words_that_are_nowhere_find_nothing(site: Path):
+def test_unknown_words_find_no_page(site: Path):
     assert find_pages(read_index(site), "zebra crossing") == []
 
 

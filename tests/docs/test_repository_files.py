@@ -135,7 +135,7 @@ def test_files_that_github_shows():
         assert (ROOT / "packages" / project / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_one_version():
+def test_every_file_states_the_same_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(citation["version"]) == nsa.__version__
     assert f"## [{nsa.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

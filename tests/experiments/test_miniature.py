@@ -33,11 +33,11 @@ def test_nsa_learns(nsa_run):
     assert nsa_run.counted_evaluations()[-1].val_accuracy > 0.6
 
 
-def test_it_finds_the_facts(nsa_run):
+def test_nsa_finds_the_facts(nsa_run):
     """Some layer chooses the block of a question's fact far more often than a random choice would."""
     layers = [row for row in nsa_run.model_evaluations[-1].facts if row.get("layer") is not None]
     assert max(row["fact_hit"] - row["chance"] for row in layers) > 0.25
 
 
-def test_a_window_alone_cannot_learn_it(tmp_path_factory):
+def test_a_window_alone_does_not_learn_the_task(tmp_path_factory):
     assert trained("window", tmp_path_factory).counted_evaluations()[-1].val_accuracy < CHANCE + 0.1

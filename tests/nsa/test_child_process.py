@@ -42,7 +42,7 @@ def test_messages_arrive_whole_and_in_order_beside_what_libraries_print():
         ("import sys; sys.exit('refused')", "exit code 1: refused"),
     ],
 )
-def test_a_death_is_told_with_its_cause(then, why):
+def test_a_dead_child_is_reported_with_its_cause(then, why):
     with pytest.raises(ChildFailed, match=why):
         twice([1], then)
 

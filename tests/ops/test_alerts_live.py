@@ -165,7 +165,7 @@ def drill(tmp_path_factory):
         yield receiver, json.loads(runs.stdout.readline()), folder
 
 
-def test_exactly_the_right_people_are_told_of_exactly_what_is_wrong(drill):
+def test_every_alert_reaches_its_receiver_and_no_other(drill):
     receiver, processes, folder = drill
     beats = {name: folder / "runs" / name / "heartbeat_rank0.jsonl" for name in RUNS}
     wait_for(
@@ -182,7 +182,7 @@ def test_exactly_the_right_people_are_told_of_exactly_what_is_wrong(drill):
     assert str(folder) not in "".join(receiver.texts), "alerts carry no paths"
 
 
-def test_an_alert_is_over_when_its_cause_is(drill):
+def test_an_alert_is_resolved_when_its_cause_is(drill):
     receiver, processes, _ = drill
     assert "stopped" in receiver.told, "the test before this one has stopped it"
     os.kill(processes["stopped"], signal.SIGCONT)

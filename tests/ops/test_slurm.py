@@ -82,7 +82,7 @@ class Training:
         return self.log.read_text() if self.log.exists() else ""
 
 
-def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster, tmp_path):
+def test_a_job_warned_of_its_time_limit_saves_and_is_requeued_until_it_finishes(cluster, tmp_path):
     run = Training(cluster, tmp_path, f"train.steps={STEPS}")
     run.wait_for_steps(1)
     cluster.ask("scancel", "--batch", "--signal=USR1", run.job.number)  # what --signal=B:USR1@300 sends
@@ -99,7 +99,7 @@ def test_warned_of_the_time_limit_it_saves_waits_and_goes_on_to_the_end(cluster,
     assert "requeued" in run.said()
 
 
-def test_pushed_aside_by_an_urgent_job_it_comes_back_after_it(cluster, tmp_path):
+def test_a_preempted_job_is_requeued_and_continues(cluster, tmp_path):
     run = Training(cluster, tmp_path, f"train.steps={STEPS}")
     run.wait_for_steps(1)
     script = tmp_path / "urgent.sh"
@@ -127,7 +127,7 @@ def test_a_lost_node_is_replaced_by_another(cluster, tmp_path):
         cluster.bring_back(lost)
 
 
-def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp_path):
+def test_two_nodes_train_one_run_and_a_halted_job_is_not_requeued(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=4900", options=("--nodes=2", "--gpus-per-node=1"))
     run.wait_for_steps(1)
     assert sorted(path.name for path in run.folder.glob(names.HEARTBEATS)) == [names.heartbeat(0), names.heartbeat(1)]
@@ -139,7 +139,7 @@ def test_two_nodes_train_as_one_and_a_halted_job_does_not_come_back(cluster, tmp
     assert "requeued" not in run.said()
 
 
-def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
+def test_a_cancelled_job_saves_and_is_not_requeued(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.steps=4900")
     run.wait_for_steps(1)
     cluster.ask("scancel", run.job.number)
@@ -151,7 +151,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
     assert "requeued" not in run.said()
 
 
-def test_a_wrong_config_fails_with_its_code_and_does_not_come_back(cluster, tmp_path):
+def test_a_wrong_config_fails_with_its_code_and_is_not_requeued(cluster, tmp_path):
     run = Training(cluster, tmp_path, "train.stepz=3")
     assert run.end() == ("FAILED", "20:0", "0"), run.said()
     assert "Did you mean train.steps?" in run.said()

@@ -129,7 +129,7 @@ def far(tmp_path):
             machine.close()
 
 
-def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
+def test_a_run_is_started_watched_stopped_and_continued(far, tmp_path):
     """One that is asked to leave saves and ends with 10; the next start goes on where it was."""
     words = [str(write_config(tmp_path)), f"train.out_dir={far.folder}", "train.steps=4900"]
     unknown = far.remote("status")
@@ -159,7 +159,7 @@ def test_a_run_is_started_seen_stopped_and_gone_on_with(far, tmp_path):
     assert sorted(path.name for path in (far.folder / LOGS).iterdir()) == ["cycle0", "cycle1"], "none began wrongly"
 
 
-def test_a_cut_connection_leaves_the_run_alone_and_tensorboard_comes_through_the_tunnel(far, tmp_path):
+def test_a_cut_connection_does_not_stop_the_run_and_tensorboard_is_served_through_the_tunnel(far, tmp_path):
     words = [str(write_config(tmp_path)), f"train.out_dir={far.folder}", "train.steps=4900"]
     assert far.remote("start", *words).returncode == 0
     far.wait_for_steps(2)

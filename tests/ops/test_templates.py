@@ -36,7 +36,7 @@ TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in SCRIPTS} | {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_shell_is_sound(name):
+def test_shellcheck_finds_nothing(name):
     tools = programs("shellcheck", "bash")
     for command in ([tools["bash"], "-n"], [tools["shellcheck"], "--severity=warning", "-"]):
         done = subprocess.run(command, input=TEXTS[name], capture_output=True, text=True, timeout=60)
@@ -56,7 +56,7 @@ def test_our_commands_have_the_options_they_are_called_with(name):
         assert set(re.findall(r"(?<=\s)--[a-z-]+", f" {rest}")) <= known
 
 
-def test_what_was_not_run_says_so_first():
+def test_templates_that_were_not_run_say_so_first():
     for path in (JOBSET, SKY):
         assert "NOT RUN" in "".join(path.read_text().splitlines(keepends=True)[:4]), path
 
@@ -149,7 +149,7 @@ def test_a_misspelt_field_and_a_wrong_type_are_found():
     ]
 
 
-def test_the_parts_of_the_jobset_name_each_other_rightly():
+def test_parts_of_the_jobset_refer_to_each_other_by_their_names():
     env = {entry["name"]: entry.get("value") for entry in CONTAINER["env"]}
     name, job = SET["metadata"]["name"], SET["spec"]["replicatedJobs"][0]["name"]
     assert env["MEETING"].partition(":")[0] == f"{name}-{job}-0-0.{SET['spec']['network']['subdomain']}"
@@ -164,7 +164,7 @@ def test_the_parts_of_the_jobset_name_each_other_rightly():
     assert POD["restartPolicy"] == "Never", "podFailurePolicy demands it"
 
 
-def test_what_needs_a_person_is_not_started_again_and_a_preemption_is():
+def test_a_failure_that_needs_a_person_is_not_restarted_and_a_preemption_is():
     codes = JOB["podFailurePolicy"]["rules"][0]["onExitCodes"]
     assert codes["containerName"] == CONTAINER["name"]
     saved_to_continue = {ExitCode.PREEMPTED, ExitCode.REGROUP}
@@ -276,7 +276,7 @@ def test_a_pod_checks_once_and_ends_with_the_code_of_the_launcher(tmp_path, life
         ("1", "0", ["checkpoint pull"], 1),  # unreachable
     ],
 )
-def test_a_spot_node_goes_on_from_the_bucket_and_never_begins_anew_by_mistake(tmp_path, pull, finds, calls, code):
+def test_a_spot_node_continues_from_the_bucket_and_never_starts_anew_by_mistake(tmp_path, pull, finds, calls, code):
     stand_in = StandIn(tmp_path)
     env = {**TASK["envs"], "BUCKET": "s3://b", "RUN": str(tmp_path / "run"), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
     told = dict(PULL_CODE=pull, PULL_FINDS=finds, LAUNCH_CODE="10")

@@ -183,7 +183,7 @@ def test_the_command_prints_a_table_and_writes_record_and_plot(tmp_path):
     ElementTree.parse(tmp_path / "r.svg")
 
 
-def test_a_wrong_word_is_refused_with_the_right_ones():
+def test_an_unknown_value_is_refused_with_the_known_ones():
     words = ["-m", "nsa_train.cli", "bench", "attention", "--shape", "huge"]
     done = fork_server.run(words, cwd=ROOT, env=os.environ, timeout=120)
     assert done.returncode == ConfigError.exit_code

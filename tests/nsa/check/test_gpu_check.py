@@ -185,7 +185,7 @@ def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_
     assert "--rehearse" in done.stderr
 
 
-def test_an_interrupt_leaves_what_there_is_and_no_process(tmp_path):
+def test_an_interrupt_keeps_finished_rows_and_leaves_no_process(tmp_path):
     running = command("--rehearse", "--only", "parity", "--out", str(tmp_path))
     assert running.stdout is not None
     first = running.stdout.readline()
@@ -222,7 +222,7 @@ def test_a_whole_run_on_a_gpu_is_a_result_and_names_its_files(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("flaw", [dict(rehearsal=True), dict(only=("parity",)), dict(complete=False)], ids=str)
-def test_anything_less_is_refused_as_a_result_and_kept_elsewhere(flaw, tmp_path, monkeypatch):
+def test_an_incomplete_run_is_refused_as_a_result_and_stored_elsewhere(flaw, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file, page = finished(**flaw).write(None)
     assert file.parent == records.INCOMPLETE_RESULTS
@@ -237,7 +237,7 @@ def test_a_rehearsal_may_not_be_written_among_the_results():
     records.refuse_rehearsal_among_results(Path("artifacts/results"))
 
 
-def test_committed_results_are_results():
+def test_committed_results_can_be_read():
     for file in (ROOT / "bench" / "results").glob("gpu_*.json"):
         read_result(file)
 
@@ -316,7 +316,7 @@ def test_predictions_are_found_by_the_words_of_the_gpus_name():
     assert _modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
 
 
-def test_a_device_that_is_not_there_is_refused_with_a_way_out():
+def test_a_missing_device_is_refused_with_a_fix():
     with pytest.raises(ConfigError, match="cpu"):
         device_named("tpu")
     if not torch.cuda.is_available():

@@ -22,7 +22,7 @@ def test_every_claim_holds_here(dtype):
     assert [proof for proof in proofs if not proof.holds] == []
 
 
-def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
+def test_a_kernel_that_reads_future_tokens_fails(monkeypatch):
     def leaky(x):
         if x.branch != "sliding":
             return honest(x)
@@ -35,7 +35,7 @@ def test_a_kernel_that_leaks_the_future_is_found_out(monkeypatch):
     assert "FAILS  values before a changed token that change" in result.output
 
 
-def test_autocast_inside_a_kernel_is_found_out(monkeypatch):
+def test_autocast_inside_a_kernel_fails(monkeypatch):
     case = replace(MODULE, shape=BenchShape(3, 1, 16, 8, MODULE.shape.geometry), kernels="portable")
     monkeypatch.delitem(prove_module._DENSE, "selected")  # the dtypes that autocast makes would not even fit together
     assert error_under_autocast(case).holds

@@ -105,7 +105,7 @@ def test_the_future_changes_no_bit(backend, geometry, phi):
         assert torch.equal(module(poisoned)[:, :cut], clean[:, :cut]), cut
 
 
-def test_packed_documents_are_as_if_alone():
+def test_packed_documents_equal_separate_ones():
     torch.manual_seed(0)
     module = NSAAttention(**attention_args("tiny", phi="mlp"))
     lengths = [5, 70, 1, 33, 0, 91]

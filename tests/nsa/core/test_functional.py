@@ -76,7 +76,7 @@ def test_equals_the_oracle_with_log_sum_exps_and_blocks(backend, scale, geometry
 
 
 @pytest.mark.parametrize("backend", RUN_HERE)
-def test_branches_by_themselves_make_up_the_whole(backend):
+def test_single_branches_add_up_to_the_whole(backend):
     q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), gates = tensors(torch.float32)
     options = dict(geometry=TINY, kernels=backend)
     whole = nsa_attention(q, (k_cmp, k_sel, k_win), (v_cmp, v_sel, v_win), gates, return_lse=True, return_blocks=True,
@@ -96,7 +96,7 @@ def test_branches_by_themselves_make_up_the_whole(backend):
     assert torch.equal(nsa.sliding_attention(q, k_win, v_win, **options), branches[2][0])
 
 
-def test_one_set_of_keys_is_one_for_every_branch_and_names_may_replace_the_order():
+def test_one_set_of_keys_serves_every_branch_and_branches_may_be_named():
     q, (k, *_), (v, *_), gates = tensors()
     one = nsa_attention(q, k, v, gates, geometry=TINY)
     assert torch.equal(one, nsa_attention(q, (k, k, k), (v, v, v), gates, geometry=TINY))
@@ -117,7 +117,7 @@ def test_gates_are_broadcast():
 
 @pytest.mark.parametrize("backend", RUN_HERE)
 @pytest.mark.parametrize("cu", [[0, 5, 40, 40, 41, 2 * S], [0, 2 * S]], ids=str)
-def test_packed_documents_are_as_if_alone(backend, cu):
+def test_packed_documents_equal_separate_ones(backend, cu):
     """In every function; documents may cross the rows of the batch."""
     q, k, v, gates = tensors(torch.float32)
     options = dict(geometry=TINY, kernels=backend)
@@ -210,7 +210,7 @@ def test_gradcheck_with_log_sum_exps(backend):
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-def test_the_module_is_a_layer_over_it():
+def test_the_module_equals_the_function():
     torch.manual_seed(0)
     module = NSAAttention(**attention_args("tiny")).double()
     x = torch.randn(B, S, 24, dtype=torch.float64)
@@ -241,7 +241,7 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(*results)
 
 
-def test_autocast_does_not_reach_it():
+def test_autocast_does_not_change_the_result():
     q, k, v, gates = tensors(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         inside = nsa_attention(q, k, v, gates, geometry=TINY)
@@ -276,7 +276,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused(case):
+def test_arguments_that_do_not_fit_are_refused(case):
     with pytest.raises(ConfigError):
         nsa_attention(**WRONG[case]())
 

@@ -57,14 +57,14 @@ def test_the_standard_deviation_reaches_every_drawn_weight(options):
 
 @pytest.mark.parametrize("std", [0, 0.0, -0.02, math.nan, math.inf])
 @pytest.mark.parametrize("constructor", [NSAAttention, LlamaBlockNSA, transformer])
-def test_a_standard_deviation_that_is_none_is_refused(constructor, std):
+def test_an_impossible_standard_deviation_is_refused(constructor, std):
     args = dict(init_std=std) if constructor is transformer else attention_args("tiny", init_std=std)
     with pytest.raises(ConfigError, match=rf"init_std \({std}\)"):
         constructor(**args)
 
 
 @pytest.mark.parametrize("per", GATES_PER)
-def test_the_sliding_gate_starts_where_it_is_told(per):
+def test_the_sliding_gate_starts_at_its_option(per):
     attention = NSAAttention(**attention_args("tiny", gate_per=per, sliding_gate_init=-3.0))
     biases = attention.gates.proj.bias.unflatten(0, (-1, 3))
     assert (biases == torch.tensor([0.0, 0.0, -3.0])).all()
@@ -74,7 +74,7 @@ def test_the_sliding_gate_starts_where_it_is_told(per):
 
 
 @pytest.mark.parametrize("gate_init", [math.nan, math.inf])
-def test_a_sliding_gate_that_starts_nowhere_is_refused(gate_init):
+def test_a_start_of_the_sliding_gate_that_is_not_finite_is_refused(gate_init):
     with pytest.raises(ConfigError, match="sliding_gate_init"):
         NSAAttention(**attention_args("tiny", sliding_gate_init=gate_init))
 

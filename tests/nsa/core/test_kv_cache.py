@@ -62,7 +62,7 @@ def test_chunks_equal_the_whole(geometry, sizes, changes):
 
 
 @pytest.mark.parametrize(("length", "sizes"), each_value([2050, 2047], [[1], [7], [64], [1000]]), ids=str)
-def test_chunks_equal_the_whole_at_the_seed_sizes(length, sizes):
+def test_chunks_equal_the_whole_at_the_base_sizes(length, sizes):
     module = make(**attention_args("seed", (12, 2)))
     x = torch.randn(1, length, 24)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(geometry):
             torch.testing.assert_close(torch.cat(got[b]), module(x[b : b + 1, :n])[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_copied_cache_goes_its_own_way():
+def test_a_copied_cache_is_independent():
     """As in beam search. What was prepared for the first cache's tensors must not be used for the copy's."""
     module = make(**attention_args("tiny"))
     x = torch.randn(2, 60, 24)
@@ -196,7 +196,7 @@ def follow(module, cache, x_BSD, begin: list[int], n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "portable"])
-def test_a_reset_cache_is_as_new(changes, backend):
+def test_a_reset_cache_equals_a_new_one(changes, backend):
     module = make(**attention_args("tiny", **changes), kernels=backend)
     cache = module.new_cache(2, 80, rewind=3)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def test_a_reset_cache_is_as_new(changes, backend):
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "portable"])
-def test_reordered_rows_go_on_as_the_rows_they_were(changes, backend):
+def test_reordered_rows_continue_their_sequences(changes, backend):
     """As in beam search: rows of different lengths, one of them twice, between steps of a prepared decoder."""
     module = make(**attention_args("tiny", **changes), kernels=backend)
     lengths, order = torch.tensor([50, 9, 31]), [2, 0, 2]
@@ -238,7 +238,7 @@ def test_reordered_rows_go_on_as_the_rows_they_were(changes, backend):
 
 
 @pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, 2], [-1, 0], [0.0, 1.0]], ids=str)
-def test_rows_that_are_none_are_refused(rows):
+def test_invalid_row_numbers_are_refused(rows):
     with pytest.raises(ConfigError, match="reorder"):
         make(**attention_args("tiny")).new_cache(2, 8).reorder(rows)
 
@@ -316,7 +316,7 @@ def test_what_a_ring_has_overwritten_cannot_be_cropped_and_nothing_changes():
         torch.testing.assert_close(got[1], want[1, :10], atol=1e-5, rtol=1e-5)
 
 
-def test_rewinding_twice_does_not_reach_further_than_promised():
+def test_rewinding_twice_does_not_exceed_the_limit():
     module = make(**attention_args("tiny"))
     x = torch.randn(1, 60, 24)
     cache = module.new_cache(1, 60, rewind=4)
@@ -333,7 +333,7 @@ def test_rewinding_twice_does_not_reach_further_than_promised():
 
 
 @pytest.mark.parametrize("length", [[1], [1, 2, 3], 1.5, "3"], ids=str)
-def test_lengths_that_are_none_are_refused(length):
+def test_invalid_lengths_are_refused(length):
     with pytest.raises(ConfigError, match="crop"):
         make(**attention_args("tiny")).new_cache(2, 8).crop(length)
 
@@ -345,7 +345,7 @@ def test_a_cache_cannot_be_made_with_a_negative_rewind():
 
 @pytest.mark.parametrize("backend", ["portable", "auto"])
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_a_grown_cache_goes_on_where_it_was(changes, backend):
+def test_a_grown_cache_continues_its_sequences(changes, backend):
     """Longer, with a longer rewind, or both; at lengths before and after the rings are full, with a decoder too."""
     module = make(**attention_args("tiny", **changes), kernels=backend)
     x = torch.randn(2, 90, 24)
@@ -385,7 +385,7 @@ def test_a_grown_rewind_does_not_reach_what_was_overwritten_before():
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_picked_rows_go_on_as_the_rows_they_were(changes):
+def test_picked_rows_continue_their_sequences(changes):
     module = make(**attention_args("tiny", **changes))
     x, lengths, rows = torch.randn(3, 60, 24), torch.tensor([40, 7, 23]), [2, 0, 0, 1, 2]
     with torch.no_grad():

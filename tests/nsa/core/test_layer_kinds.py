@@ -118,7 +118,7 @@ def test_softmax_gates_of_a_global_layer_sum_to_one_over_two_branches():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_are_as_alone(kind):
+def test_packed_documents_equal_separate_ones(kind):
     module, x = layer(kind), inputs(2)
     cu = [0, 3, 40, 41, 130, 2 * LENGTH]
     packed = module(x, cu_doc_lens=cu).flatten(0, 1)
@@ -148,7 +148,7 @@ def test_the_future_changes_nothing(kind):
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_cached_in_chunks_and_token_by_token_is_as_whole(kind, options, kernels):
+def test_cached_chunks_and_single_tokens_equal_one_pass(kind, options, kernels):
     module, x = layer(kind, torch.float32, kernels=kernels, **options), inputs(2, dtype=torch.float32)
     cache, parts, at = module.new_cache(2, LENGTH), [], 0
     for n_new in (1, 30, 1, 1, 5, *[1] * 40, LENGTH - 78):
@@ -171,7 +171,7 @@ def test_cached_rows_of_different_lengths(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cropped_reordered_grown_and_picked_caches_go_on(kind):
+def test_cropped_reordered_grown_and_picked_caches_continue(kind):
     module, x = layer(kind), inputs(2)
     cache = module.new_cache(2, LENGTH, rewind=10)
     module(x[:, :70], cache=cache)

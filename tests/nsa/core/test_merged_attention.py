@@ -106,7 +106,7 @@ def test_packed_documents_are_dense_attention_each():
 @pytest.mark.parametrize("phi", ["avg", "softmax"])
 @pytest.mark.parametrize(("backend", "dtype"), [("portable", torch.float64), ("auto", torch.float32)])
 @pytest.mark.parametrize("length", [COVERED, 131])
-def test_cached_in_chunks_and_token_by_token_is_as_whole(length, backend, dtype, phi):
+def test_cached_chunks_and_single_tokens_equal_one_pass(length, backend, dtype, phi):
     module, x = layer(dtype, kernels=backend, phi=phi), inputs(2, length, dtype)
     whole = module(x)
     if length == COVERED:

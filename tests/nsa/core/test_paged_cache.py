@@ -165,7 +165,7 @@ def test_a_page_that_a_row_takes_holds_nothing_of_the_row_before():
 
 
 @pytest.mark.parametrize("pages", [None, 40])
-def test_forked_rows_share_their_pages_until_they_part(pages):
+def test_forked_rows_share_their_pages_until_they_diverge(pages):
     module = make()
     cache = module.new_cache(4, 80, pages=pages)
     x = torch.randn(1, 60, 24).expand(4, -1, -1).clone()
@@ -182,7 +182,7 @@ def test_forked_rows_share_their_pages_until_they_part(pages):
 
 
 @pytest.mark.parametrize("pages", [None, 30])
-def test_grown_and_picked_caches_of_reordered_rows_go_on(pages):
+def test_grown_and_picked_caches_of_reordered_rows_continue(pages):
     """Their pages are in any order and shared; a pool stays a pool."""
     module = make()
     x = torch.randn(3, 60, 24)
@@ -250,6 +250,6 @@ def test_a_pool_without_pages_is_refused(pages):
         make().new_cache(1, 8, pages=pages)
 
 
-def test_rows_that_are_none_cannot_be_reset():
+def test_invalid_rows_cannot_be_reset():
     with pytest.raises(ConfigError, match="reset"):
         make().new_cache(2, 8).reset([2])

@@ -161,7 +161,7 @@ def test_position_ids_that_count_change_nothing(changes):
 
 
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
-def test_only_distances_between_position_ids_count_and_they_do(changes):
+def test_outputs_depend_on_distances_between_position_ids_alone(changes):
     module, x = make(**changes), torch.randn(2, 60, 24, dtype=torch.float64)
     pos = torch.arange(60)
     torch.testing.assert_close(module(x, position_ids=pos + 1000), module(x), atol=1e-8, rtol=1e-6)

@@ -28,7 +28,7 @@ def test_uniform_gates_have_entropy_ln_3_and_even_shares():
     assert f["gate_collapse_frac"] == 0
 
 
-def test_collapsed_gates_are_seen_with_the_branch_that_took_all():
+def test_collapsed_gates_are_reported_with_the_dominant_branch():
     module = NSAAttention(**attention_args("tiny", gate="softmax"))
     with torch.no_grad():
         module.gates.proj.bias.view(-1, 3)[:, 2] = 20.0

@@ -31,7 +31,7 @@ def test_scores_depend_on_distance_alone():
     assert not torch.isclose(score(5, 3), score(5, 2))
 
 
-def test_pairs_lie_half_a_head_apart_and_stay_where_they_are():
+def test_rotated_pairs_are_half_a_head_apart_and_keep_their_channels():
     """Queries and keys permuted alike would give the same scores, but not fit weights and keys from elsewhere."""
     x = torch.randn(1, 3, 2, 8, dtype=torch.float64)
     got = rotate(x, rotary_embedding(8, 100.0, 2.0).tables(torch.tensor([[0, 5, 11]])))
@@ -138,7 +138,7 @@ def test_the_older_key_and_the_theta_of_a_config_are_understood():
     ],
     ids=str,
 )
-def test_scaling_that_cannot_be_meant_is_refused(scaling, scale):
+def test_impossible_scaling_is_refused(scaling, scale):
     with pytest.raises(ConfigError, match="rope_scaling"):
         attention_config(8, 1, 1, 8, 8, rope_base=100.0, rope_scale=scale, rope_scaling=scaling)
 

@@ -236,7 +236,7 @@ def test_whatever_scales_the_loss_scales_the_selector_loss(run):
             torch.testing.assert_close(other, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
-def test_an_attached_loss_gets_gradient_one_whatever_comes_after():
+def test_an_attached_loss_gets_gradient_one_whatever_follows():
     x, y = torch.randn(3, requires_grad=True), torch.randn((), requires_grad=True)
     attached = attach_loss(x * 1, 5 * y, torch.ones(()))
     assert torch.equal(attached, x)

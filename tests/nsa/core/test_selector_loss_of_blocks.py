@@ -129,7 +129,7 @@ def test_a_row_too_short_for_two_blocks_has_no_loss():
         assert all(p.grad is None or p.grad.abs().max() == 0 for p in layer.phi_k.parameters())
 
 
-def test_another_word_is_refused():
+def test_an_unknown_value_is_refused():
     with pytest.raises(ConfigError, match="selector_blocks"):
         layer_of(selector_blocks="some", phi="softmax")
 

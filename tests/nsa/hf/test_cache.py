@@ -111,7 +111,7 @@ def test_without_recording_a_full_ring_is_not_cropped():
     ],
     ids=["reorder", "repeat", "select", "mask"],
 )
-def test_rows_go_on_as_the_rows_they_were(change, rows):
+def test_reordered_rows_continue_their_sequences(change, rows):
     cache, (ids, mask) = new_cache(), padded([40, 13, 26])
     run(ids, cache, attention_mask=mask)
     run(prompts(3, 1, seed=4), cache)
@@ -124,7 +124,7 @@ def test_rows_go_on_as_the_rows_they_were(change, rows):
 
 
 @pytest.mark.parametrize(("crop", "left"), [(-7, 33), (-12, 28)], ids=str)
-def test_what_is_cropped_of_moved_rows_is_what_those_rows_had(crop, left):
+def test_cropping_reordered_rows_removes_their_own_tokens(crop, left):
     cache, (ids, mask) = new_cache(), padded([40, 13, 35])
     cache.activate_past_recording()
     run(ids, cache, attention_mask=mask)
@@ -138,7 +138,7 @@ def test_what_is_cropped_of_moved_rows_is_what_those_rows_had(crop, left):
     torch.testing.assert_close(got, whole(all_ids, attention_mask=all_mask)[:, -3:], atol=1e-3, rtol=1e-4)
 
 
-def test_a_copy_goes_its_own_way_and_a_reset_cache_is_as_new():
+def test_a_copy_is_independent_and_a_reset_cache_equals_a_new_one():
     cache, ids = new_cache(), prompts(2, 60)
     run(ids[:, :40], cache)
     twin = copy.deepcopy(cache)

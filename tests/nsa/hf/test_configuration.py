@@ -64,7 +64,7 @@ def test_a_saved_config_is_read_back_equal(tmp_path):
     assert read.attention_config() == config.attention_config()
 
 
-def test_whole_numbers_in_a_file_serve_as_real_ones(tmp_path):
+def test_whole_numbers_in_a_file_are_accepted_as_floats(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nsa", "rope_theta": 10000, "rope_scale": 2}))
     assert NSAConfig.from_pretrained(tmp_path).rope_theta == 10000
 

@@ -109,7 +109,7 @@ def test_prompt_lookup_with_left_padding():
     assert torch.equal(got, generated(model, ids[1:, 30:]))
 
 
-def test_a_returned_cache_goes_on():
+def test_a_returned_cache_can_be_continued():
     model, ids = tiny_model(), prompts(1, 50)
     first = model.generate(ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     more = torch.cat([first.sequences, prompts(1, 33, seed=5)], 1)

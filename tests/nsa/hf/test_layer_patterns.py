@@ -61,7 +61,7 @@ def test_one_kind_is_written_as_its_name_and_a_missing_field_is_nsa():
 
 
 @pytest.mark.parametrize("attention", [["nsa", "dense"], []])
-def test_patterns_that_make_no_sense_are_refused(attention):
+def test_invalid_patterns_are_refused(attention):
     with pytest.raises(ConfigError, match="attention"):
         NSAConfig(num_hidden_layers=1, attention=attention)
 

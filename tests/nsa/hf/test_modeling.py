@@ -112,7 +112,7 @@ def test_own_position_ids_are_accepted_and_foreign_ones_refused():
             model(new, position_ids=next_ids, past_key_values=got.past_key_values.__class__(config=model.config))
 
 
-def test_what_the_model_cannot_give_is_refused():
+def test_unsupported_requests_are_refused():
     model, ids = tiny_model(), prompts(1, 8)
     with pytest.raises(ConfigError, match="attention weights"):
         model(ids, output_attentions=True)

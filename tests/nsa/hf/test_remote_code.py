@@ -96,7 +96,7 @@ def test_the_code_goes_through_import_and_export(exported, tmp_path):
     assert files_of(tmp_path / "again") == files_of(exported)
 
 
-def test_the_installed_model_saves_no_half_of_it(exported, tmp_path):
+def test_the_installed_model_saves_no_map_to_missing_code(exported, tmp_path):
     """Loaded by the installed class, the model is saved without a map to code that is not in the folder."""
     AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path)
     auto_map = json.loads((tmp_path / "config.json").read_text()).get("auto_map")
@@ -104,7 +104,7 @@ def test_the_installed_model_saves_no_half_of_it(exported, tmp_path):
     assert not auto_map or {value.partition(".")[0] for value in auto_map.values()} <= present
 
 
-def test_only_the_request_adds_code(exported, tmp_path):
+def test_code_is_exported_only_on_request(exported, tmp_path):
     save_run(tmp_path / "run")
     export_folder(tmp_path / "run", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.py"))

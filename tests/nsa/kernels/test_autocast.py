@@ -217,7 +217,7 @@ def test_a_cache_in_fp32_compresses_in_fp32_under_autocast(phi):
         if name != "reference"
     ],
 )
-def test_compiled_under_autocast_is_as_eager(backend):
+def test_compiled_under_autocast_equals_eager(backend):
     module = NSAAttention(**attention_args("tiny", phi="linear"), kernels=BackendRequest(*[backend] * 4))
     interpreted = backend == "triton"
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

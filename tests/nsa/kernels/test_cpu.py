@@ -163,7 +163,7 @@ def test_the_future_changes_no_bit_and_gets_no_gradient(isa, dtype, branch):
 
 @pytest.mark.parametrize("changes", [{}, dict(l=4, d=2, l_sel=64, n_sel=6, w=300)], ids=["one piece", "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decode_in_one_call_is_the_branches_one_by_one(isa, changes, dtype, set_threads):
+def test_fused_decode_equals_the_single_branches(isa, changes, dtype, set_threads):
     """Rows of different lengths, from an empty cache to one that selects, with a ring that has wrapped."""
     args = attention_args("tiny", (12, 2), **changes, d_k=32, d_v=24, dim=48)
     torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_without_a_compiler_auto_takes_portable_and_says_why(monkeypatch, unload
     assert choice.reason.startswith("cpu: no C++ compiler (no-such-compiler) on PATH; install one")
 
 
-def test_a_compiler_that_fails_gives_its_last_words(monkeypatch, unloaded, small_sources, tmp_path):
+def test_the_last_output_of_a_failing_compiler_is_shown(monkeypatch, unloaded, small_sources, tmp_path):
     (small_sources / "entry.cpp").write_text("#error the moon is missing\n")
     monkeypatch.setattr(build, "SOURCES", small_sources)
     monkeypatch.setattr(build, "X86_FLAGS", {})
@@ -135,7 +135,7 @@ def built(monkeypatch, unloaded, small_sources, tmp_path):
     os.umask(umask)
 
 
-def test_the_cache_belongs_to_its_user_alone(built):
+def test_the_cache_is_private_to_its_user(built):
     folder, path = built
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0

@@ -152,7 +152,7 @@ def test_a_number_that_is_not_finite_reaches_only_those_who_see_it(backend, bran
 
 
 @pytest.mark.parametrize("what", ["q", "k"])
-def test_scores_that_are_no_numbers_rank_lowest(backend, what):
+def test_nan_scores_rank_lowest(backend, what):
     name, dtype = backend
     clean, spoiled = Packed(dtype), Packed(dtype)
     clean.scale = spoiled.scale = 2.0**-10

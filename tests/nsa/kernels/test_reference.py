@@ -72,7 +72,7 @@ def test_lse_is_the_log_of_the_sum_and_minus_infinity_where_nothing_is_seen():
     torch.testing.assert_close(lse[:, 39], scores.logsumexp(-1))
 
 
-def test_overlap_of_the_seed_sizes_is_the_papers():
+def test_overlap_of_the_base_sizes_is_the_papers():
     weights = reference.overlap(20, 4, Geometry(**GEOMETRIES["seed"]))
     assert weights[:, 1].nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
     assert weights[3:8, 1].tolist() == [1, 2, 2, 2, 1]

@@ -157,7 +157,7 @@ def with_worker(tmp_path: Path, line: str) -> Path:
     ],
     ids=range(12),
 )
-def test_whatever_happens_in_the_child_becomes_a_verdict(tmp_path, line, why):
+def test_every_failure_of_the_child_becomes_a_verdict(tmp_path, line, why):
     record = checked(tmp_path / "cache", root=with_worker(tmp_path, line), silence_s=2.0)
     assert not record.passed
     assert why in record.reason
@@ -304,7 +304,7 @@ def test_the_hash_changes_with_any_source(tmp_path, file):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"key": 3}', json.dumps({**dataclasses.asdict(RIGHT), "passed": "yes"})], ids=range(5)
 )
-def test_what_is_no_record_is_ignored_with_a_warning(tmp_path, text, caplog):
+def test_an_unreadable_record_is_ignored_with_a_warning(tmp_path, text, caplog):
     store = RecordStore(tmp_path, KEY)
     store.path.write_text(text)
     assert store.read() is None
@@ -357,7 +357,7 @@ def test_a_failed_record_is_read_and_a_rerun_replaces_it(tmp_path):
     assert verify(asked).passed
 
 
-def test_where_nothing_can_be_written_the_check_runs_and_says_so(tmp_path, caplog):
+def test_without_a_writable_folder_the_check_runs_and_warns(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     verdict = verify(request(tmp_path / "file" / "cache", root=with_worker(tmp_path, PASS)))
     assert verdict == KernelVerdict(True, "")

@@ -224,12 +224,12 @@ def gpu(monkeypatch, tmp_path):
     return bench
 
 
-def test_it_is_off_unless_asked_for(gpu):
+def test_tuning_is_off_by_default(gpu):
     run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
-def test_off_the_gpu_there_is_nothing_to_time(gpu, tuning_on):
+def test_without_a_gpu_nothing_is_timed(gpu, tuning_on):
     """As under the interpreter, whose one configuration is the table's."""
     run(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare))
     assert gpu.kernel.ran == [choose("range_forward", 64)]

@@ -181,7 +181,7 @@ def test_position_embeddings_serve_one_rotation():
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(model, nsa, words):
+def test_impossible_options_are_refused(model, nsa, words):
     with pytest.raises(ValueError, match="model") as refused:
         run(model=model, nsa=nsa)
     assert all(word in str(refused.value) for word in words), refused.value

@@ -35,7 +35,7 @@ def test_a_pattern_repeats_over_the_layers():
 
 
 @pytest.mark.parametrize(("layers", "word"), [(("dense",) * 4, "n_layers"), (("densest",), "densest"), ((), "empty")])
-def test_a_pattern_that_makes_no_sense_is_refused(layers, word):
+def test_an_invalid_pattern_is_refused(layers, word):
     with pytest.raises(ConfigError, match=word):
         NSATransformer(64, 32, 3, layers=layers, **SIZES)
 
@@ -107,7 +107,7 @@ def test_the_selector_loss_is_averaged_over_the_layers_that_select():
     assert changed == {"blocks.1.attention.w_k.weight", "blocks.2.attention.w_k.weight"}
 
 
-def test_the_settings_of_a_run_decide():
+def test_a_model_has_the_layers_that_the_settings_name():
     config = RunConfig.model_validate(
         {"model": {"dim": 32, "n_layers": 3, "attention": ["window", "global"]}, "nsa": {"preset": "paper"}}
     )

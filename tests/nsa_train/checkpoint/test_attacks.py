@@ -193,12 +193,12 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_an_index_that_says_something_else_than_the_files_is_refused(root, tmp_path, change):
+def test_an_index_that_contradicts_the_files_is_refused(root, tmp_path, change):
     change_lines(root / "checkpoints/step2", change)
     refused(root / "checkpoints/step2", tmp_path)
 
 
-def test_the_pickle_beside_the_index_is_looked_at_by_a_full_check_and_by_nothing_else(root, tmp_path):
+def test_only_a_full_check_reads_the_pickle_beside_the_index(root, tmp_path):
     """It stays for other readers of DCP, which execute it."""
     step, canary = root / "checkpoints/step2", tmp_path / "canary"
     (step / PICKLED_INDEX).write_bytes(pickle.dumps(Bomb(canary)))

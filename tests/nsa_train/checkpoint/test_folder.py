@@ -98,7 +98,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=range(len(FAULTS)))
-def test_a_bad_one_is_named_left_alone_and_the_previous_taken(folder, fault):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_taken(folder, fault):
     fault(folder.path / "step200")
     resumable = folder.find_resumable()
     assert resumable.step == 100
@@ -109,7 +109,7 @@ def test_a_bad_one_is_named_left_alone_and_the_previous_taken(folder, fault):
         folder.examine(200).require_good()
 
 
-def test_all_bad_means_none(folder):
+def test_nothing_is_resumed_if_all_checkpoints_are_damaged(folder):
     flip(folder.path / "step200")
     flip(folder.path / "step100")
     resumable = folder.find_resumable()
@@ -225,7 +225,7 @@ def test_the_same_step_can_be_saved_again(folder):
     assert sorted(path.name for path in folder.path.iterdir()) == ["latest", "step100", "step200"]
 
 
-def test_leftovers_go_and_a_missed_link_is_set(folder):
+def test_leftovers_are_removed_and_a_missing_link_is_set(folder):
     for name in (".saving-step300", ".saving-step300-tmp", ".deleting-step50"):
         (folder.path / name).mkdir()
         (folder.path / name / "x").write_text("x")

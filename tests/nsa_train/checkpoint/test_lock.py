@@ -59,7 +59,7 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_its_death_reported(tmp_pat
     lock.release()
 
 
-def test_waiting_outlives_a_dying_run(tmp_path, other, monkeypatch):
+def test_waiting_for_the_lock_ends_when_its_holder_dies(tmp_path, other, monkeypatch):
     """It dies when the lock was tried three times."""
     sleep, pauses = time.sleep, []
 
@@ -104,6 +104,6 @@ def test_a_forked_child_does_not_free_the_lock(tmp_path):
         assert holder(tmp_path) is not None
 
 
-def test_garbage_in_the_file_is_no_holder(tmp_path):
+def test_an_unreadable_lock_file_names_no_holder(tmp_path):
     (tmp_path / ".lock").write_bytes(b"\xff{")
     assert RunLock(tmp_path).acquire().died is None

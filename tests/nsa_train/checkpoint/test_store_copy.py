@@ -75,7 +75,7 @@ def test_a_committed_copy_is_not_touched(client, folder, caplog):
     assert again.find_resumable().step == 3
 
 
-def test_a_store_that_fails_costs_the_copy_and_not_the_save(client, folder, caplog):
+def test_a_failing_store_fails_the_copy_and_not_the_save(client, folder, caplog):
     with caplog.at_level(logging.WARNING):
         path = save(folder, 3, StoreCopy("s3://no-such-bucket/run", 3))
     assert folder.find_resumable().path == path
@@ -135,7 +135,7 @@ def test_a_thousand_ranks_that_failed_are_one_short_reason(folder, tmp_path):
         ("AWS_SESSION_TOKEN", "QWERTY\n"),
     ],
 )
-def test_a_client_that_cannot_be_made_costs_the_copy_and_is_refused(client, folder, monkeypatch, name, value):
+def test_a_client_that_cannot_be_created_fails_the_copy_and_is_refused(client, folder, monkeypatch, name, value):
     """boto3 finds some mistakes before the first request; nothing shows a credential."""
     with monkeypatch.context() as changed:
         changed.setattr("boto3.DEFAULT_SESSION", None)  # it remembers credentials

@@ -62,7 +62,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def test_there_and_back(client, folder, other):
+def test_a_pushed_checkpoint_is_pulled_unchanged(client, folder, other):
     for step in (1, 2):
         assert str(push(folder.step_path(step), URL)) == f"{URL}/step{step}"
     pulled = pull(URL, other)
@@ -71,7 +71,7 @@ def test_there_and_back(client, folder, other):
     assert (other.latest(), other.find_resumable().step) == (2, 2)
 
 
-def test_twice_does_no_harm(client, folder, other):
+def test_a_second_push_or_pull_changes_nothing(client, folder, other):
     push(folder.step_path(1), URL)
     push(folder.step_path(1), URL)
     pull(URL, other)
@@ -101,7 +101,7 @@ class Dying:
 
 
 @pytest.mark.parametrize("writes", range(len(NAMES) + 1))
-def test_killed_at_any_write_it_is_no_checkpoint(client, folder, other, writes):
+def test_a_push_killed_at_any_write_leaves_no_checkpoint(client, folder, other, writes):
     push(folder.step_path(1), URL)
     with pytest.raises(KeyboardInterrupt):
         push(folder.step_path(2), URL, client=Dying(client, writes))
@@ -133,7 +133,7 @@ def damage(client, name: str, body: bytes | None) -> None:
         ("COMMIT.json", lambda old: None, "COMMIT.json is missing"),
     ],
 )
-def test_a_bad_one_is_named_and_the_previous_taken(client, folder, other, name, change, said):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_pulled(client, folder, other, name, change, said):
     for step in (1, 2):
         push(folder.step_path(step), URL)
     file = folder.step_path(2) / name
@@ -146,14 +146,14 @@ def test_a_bad_one_is_named_and_the_previous_taken(client, folder, other, name, 
     assert [path.name for path in other.path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_committed_one_is_never_overwritten(client, folder):
+def test_a_committed_checkpoint_is_never_overwritten(client, folder):
     push(folder.step_path(2), URL)
     save(folder, 2, 0.5)
     with pytest.raises(CheckpointError):
         push(folder.step_path(2), URL)
 
 
-def test_of_two_writers_the_second_is_told(client):
+def test_the_second_of_two_writers_is_refused(client):
     place = S3Prefix(f"{URL}/step9", client)
     assert place.put_if_absent("COMMIT.json", b"first")
     assert not place.put_if_absent("COMMIT.json", b"second")
@@ -184,7 +184,7 @@ def test_a_key_refuses_what_it_did_not_sign(client, tmp_path, other):
     assert "not signed" in str(pulled.passed_over[0])
 
 
-def test_a_bad_local_one_is_not_copied(client, folder):
+def test_a_damaged_local_checkpoint_is_not_pushed(client, folder):
     (folder.step_path(2) / NAMES[1]).write_bytes(b"x")
     with pytest.raises(CheckpointError):
         push(folder.step_path(2), URL)
@@ -202,7 +202,7 @@ def test_names_that_leave_the_folder_are_refused(client, folder, other):
             decode(encode(CheckpointManifest(1, "now", {name: ManifestEntry(0, ()) for name in names})))
 
 
-def test_a_place_that_is_none_and_a_bucket_that_is_missing(client, folder, other):
+def test_invalid_addresses_and_missing_buckets_are_refused(client, folder, other):
     for url in ("models/run", "s3://", "s3://models"):
         with pytest.raises(CheckpointError):
             S3Prefix(url)
@@ -226,7 +226,7 @@ def test_credentials_and_unknown_options_in_an_address_are_refused(url, folder):
     assert "me:secret" not in str(refused.value)
 
 
-def test_a_store_that_does_not_answer_is_told(client, folder):
+def test_a_store_that_does_not_answer_is_reported(client, folder):
     impatient = Config(retries={"max_attempts": 0}, connect_timeout=1)
     gone = boto3.client("s3", endpoint_url="http://127.0.0.1:9", config=impatient)
     with pytest.raises(CheckpointError):

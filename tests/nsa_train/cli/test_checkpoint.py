@@ -161,7 +161,7 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
     assert (bad[0], bad[1][:3]) == (22, "BAD")
 
 
-def test_ls_of_nothing(tmp_path):
+def test_ls_of_a_folder_without_checkpoints(tmp_path):
     assert nsa("ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint\n")
     assert nsa("ls", tmp_path / "x")[0] == 22
 
@@ -204,6 +204,6 @@ def test_export_of_a_plain_dcp_folder_needs_an_override(tmp_path):
     assert nsa("export", tmp_path / "foreign", "--out", tmp_path / "out", "--allow-foreign")[0] == 0
 
 
-def test_help_teaches_by_example():
+def test_help_has_an_example():
     for command in ("ls", "verify", "export"):
         assert f"nsa checkpoint {command}" in " ".join(nsa(command, "--help")[1].split())

@@ -115,6 +115,6 @@ def test_check_goes_on_after_a_bad_file_and_ends_with_20(nsa, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
-def test_help_teaches_by_example(nsa, command):
+def test_help_has_an_example(nsa, command):
     result = nsa("config", command, "--help", COLUMNS="200")
     assert f"Example: nsa config {command}" in result.stdout

@@ -105,7 +105,7 @@ def test_stop_strings_end_the_text(run):
     assert (stopped["text"], stopped["finish_reason"]) == (text.partition(text[3:5])[0], "stop")
 
 
-def test_positions_beyond_the_training_length_are_told(run):
+def test_positions_beyond_the_training_length_are_reported(run):
     assert "trained on rows of 64 tokens" in invoke("generate", run, "-p", "A", "--greedy", "-n", "64").stderr
     assert "trained on rows" not in invoke("generate", run, "-p", "A", "--greedy", "-n", "63").stderr
 

@@ -23,7 +23,7 @@ def call(*words: object) -> tuple[int, object]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_numbers_that_json_lacks_are_null(capsys):
+def test_non_finite_numbers_are_null_in_json(capsys):
     print_json({"a": [float("nan"), float("inf"), 1.5], 2: ("x",)})
     assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "2": ["x"]}
 

@@ -14,7 +14,7 @@ SHELL_CODE_OF_SIGPIPE = 141
 
 
 @pytest.mark.parametrize("words", ["--version", "--help", "config show configs/cpu_quickstart.yaml"])
-def test_a_command_whose_reader_has_gone_ends_without_a_trace(words):
+def test_a_closed_pipe_ends_a_command_without_a_traceback(words):
     """Output that waits in a buffer until the end (--version), and rich's tables."""
     reader, writer = os.pipe()
     os.close(reader)

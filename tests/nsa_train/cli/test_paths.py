@@ -94,7 +94,7 @@ OUTPUTS = (
 
 @pytest.mark.parametrize("command", OUTPUTS)
 @pytest.mark.parametrize("kind", ["far_below_file", "read_only", "loop"])
-def test_an_output_that_cannot_be_written_is_told_before_the_work(command, kind, nsa, places, read_only):
+def test_an_output_that_cannot_be_written_is_reported_before_the_work(command, kind, nsa, places, read_only):
     """Seconds, not the minutes that a benchmark takes."""
     path = {
         "far_below_file": places["far_below_file"],

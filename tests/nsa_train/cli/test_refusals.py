@@ -49,7 +49,7 @@ MISSING = ("data.dataset=local", "data.path=nowhere/at/all")
 
 
 @pytest.mark.parametrize("command", ["train", "preflight", "estimate"])
-def test_another_run_and_missing_data_are_told_together(command, tmp_path, occupied):
+def test_another_run_and_missing_data_are_reported_together(command, tmp_path, occupied):
     rules, _ = refused(command, tmp_path, *MISSING, *(["--no-dry-run"] if command == "preflight" else []))
     assert rules == {"other_run", "data"}
     assert sorted(path.name for path in occupied.rglob("*")) == ["checkpoints", "step5"]

@@ -37,7 +37,7 @@ def test_openmp_takes_the_spin_count():
 
 
 @pytest.mark.parametrize(("name", "value"), [("GOMP_SPINCOUNT", "77"), ("OMP_WAIT_POLICY", "ACTIVE")])
-def test_a_value_of_the_user_stays(name, value):
+def test_a_value_of_the_user_is_kept(name, value):
     said = openmp_settings(**{name: value})
     assert f"{name} = '{value}'" in said
     assert f"GOMP_SPINCOUNT = '{_SPIN_COUNT}'" not in said

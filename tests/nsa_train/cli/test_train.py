@@ -105,7 +105,7 @@ def test_scripts_are_thin(script):
     assert len((ROOT / "scripts" / script).read_text().splitlines()) <= 10
 
 
-def test_a_step_that_was_not_taken_is_told_and_ends_nothing(capsys):
+def test_a_skipped_step_is_reported_and_the_run_continues(capsys):
     from nsa_train import names
     from nsa_train.cli.train import _PlainProgress
     from nsa_train.record.heartbeat_record import HeartbeatRecord

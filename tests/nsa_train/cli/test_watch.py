@@ -71,7 +71,7 @@ def test_status_of_a_run_that_is_well(tmp_path):
         ("loss_spike", 1, "running"),
     ],
 )
-def test_status_tells_what_is_wrong_by_words_and_by_its_code(tmp_path, name, code, word):
+def test_status_reports_conditions_in_words_and_by_its_exit_code(tmp_path, name, code, word):
     exit_code, text = nsa("status", write(tmp_path, UNWELL[name][0]()))
     assert exit_code == code
     assert text.startswith(word)
@@ -114,7 +114,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
         nsa("watch")
 
 
-def test_a_single_look_tells_a_stall_and_does_not_halt_for_it(tmp_path):
+def test_watch_once_reports_a_stall_and_does_not_halt(tmp_path):
     write(tmp_path, UNWELL["heartbeat_stall"][0]())
     code, text = nsa("watch", "--dir", tmp_path, "--halt", 1, "--once")
     assert code == 2
@@ -122,7 +122,7 @@ def test_a_single_look_tells_a_stall_and_does_not_halt_for_it(tmp_path):
     assert not (tmp_path / names.HALT).exists()
 
 
-def test_a_single_look_halts_for_what_needs_no_clock(tmp_path):
+def test_watch_once_halts_for_conditions_that_need_no_clock(tmp_path):
     code, _ = nsa("watch", write(tmp_path, UNWELL["loss_nonfinite"][0]()), "--halt", 1, "--once")
     assert code == 2
     assert (tmp_path / names.ANOMALY).read_text() == "loss_nonfinite\n"

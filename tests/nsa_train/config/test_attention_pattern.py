@@ -56,7 +56,7 @@ def test_the_default_is_nsa_and_values_survive_json():
         ("{dim: [1, 2]}", ("model.dim takes one value",)),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_its_place(tmp_path, text, words):
+def test_an_invalid_pattern_is_refused_with_its_place(tmp_path, text, words):
     with pytest.raises(ConfigError) as refused:
         read(tmp_path, f"model: {text}\n")
     assert all(word in str(refused.value) for word in words), refused.value

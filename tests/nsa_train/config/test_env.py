@@ -103,7 +103,7 @@ def test_an_unknown_name_is_an_error(resolve, name, hint):
     assert problem.endswith(hint)
 
 
-def test_other_peoples_variables_are_none_of_our_business(resolve):
+def test_variables_of_other_programs_are_ignored(resolve):
     assert resolve(PATH="/bin", CUDA_LAUNCH_BLOCKING="0", MY_NSA_THING="1").notices == ()
 
 

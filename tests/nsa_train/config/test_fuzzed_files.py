@@ -60,7 +60,7 @@ def test_hostile_files_are_used_or_refused_in_words(content, tmp_path):
     refusal(content, tmp_path)
 
 
-def test_a_file_without_an_end_is_not_read_to_its_end(tmp_path):
+def test_an_endless_or_huge_file_is_refused(tmp_path):
     large = tmp_path / "large.yaml"
     with large.open("wb") as file:
         file.truncate(1 << 40)  # sparse

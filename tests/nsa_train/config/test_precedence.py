@@ -118,7 +118,7 @@ class TestProfile:
         run()
         assert load("run.yaml", overrides=["profile=a100"]).origin("runtime.precision") == "profile a100"
 
-    def test_toy_is_a_mark_and_not_a_file(self, run):
+    def test_toy_is_a_flag_and_not_a_file(self, run):
         run()
         config = load("run.yaml", overrides=["profile=toy"])
         assert config.profile == config.TOY

@@ -109,7 +109,7 @@ def test_the_edge_of_a_rule_is_allowed(resolve, overrides):
     resolve(*overrides)
 
 
-def test_the_fix_a_message_suggests_is_a_fix(resolve):
+def test_the_suggested_fix_satisfies_the_rule(resolve):
     for overrides in (
         ["model.n_kv_groups=5"],
         ["nsa.d=12"],

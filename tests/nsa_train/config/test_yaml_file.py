@@ -185,7 +185,7 @@ class TestShape:
         assert problem.startswith("run.yaml:4: ")
         assert "<<" in problem
 
-    def test_a_tab_is_called_a_tab(self, problems):
+    def test_a_tab_is_named_in_the_message(self, problems):
         (problem,) = problems("train:\n\tlr: 1\n")
         assert problem.startswith("run.yaml:2: not valid YAML (")
         assert problem.endswith("Indent with spaces, not tabs.")

@@ -145,7 +145,7 @@ def test_logits_are_those_of_the_equations(tmp_path):
             assert (step.logits[0, 0] - expected[place]).abs().max() <= 1e-4
 
 
-def test_there_and_back_is_bit_exact(tmp_path):
+def test_a_round_trip_is_bit_exact(tmp_path):
     save_fla(tmp_path / "fla")
     convert_folder(tmp_path / "fla", tmp_path / "ours")
     back = export_dense(tmp_path / "ours", tmp_path / "back")

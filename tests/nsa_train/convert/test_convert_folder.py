@@ -53,7 +53,7 @@ def same_tensors(first: Path, second: Path) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back_is_bit_exact(case, tmp_path):
+def test_a_round_trip_is_bit_exact(case, tmp_path):
     save_dense(tmp_path / "dense", case, dtype=torch.bfloat16)
     mix = "gated" if len(case) % 2 else "merged"
     convert_folder(tmp_path / "dense", tmp_path / "sparse", ConversionOptions(mix=mix, phi="weighted", l=8, d=4))

@@ -68,7 +68,7 @@ def _start(
 
 
 @pytest.mark.parametrize(("kind", "world"), [*each_value(KINDS, [1, 2]), ("direct_divided", 2)])
-def test_three_kills_leave_no_trace(kind: str, world: int, sources: dict[str, str], tmp_path: Path) -> None:
+def test_three_kills_do_not_change_the_run(kind: str, world: int, sources: dict[str, str], tmp_path: Path) -> None:
     rng = random.Random(f"{kind}{world}")
     for kill in range(3):
         goal = 12 * (kill + 1)

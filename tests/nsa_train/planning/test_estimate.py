@@ -138,7 +138,7 @@ def test_time_and_price_follow_from_what_was_stated():
     assert "given" in run_estimate.timing
 
 
-def test_an_assumption_is_called_one_and_a_measurement_one():
+def test_assumed_and_measured_figures_are_labelled():
     assert "assumed" in reckon(changed()).timing
     assert reckon(changed(), "a100-80gb").timing.startswith("modelled")
     measured = reckon(changed(), measured_step_s=2.0)
@@ -152,7 +152,7 @@ def test_a_checkpoint_holds_weights_and_optimizer():
     assert run_estimate.export_bytes == 2 * run_estimate.memory.weights
 
 
-def test_memory_is_what_fits_or_not():
+def test_memory_fits_if_the_sum_of_its_parts_does():
     config = changed(train=dict(batch_size=4096))
     tiny = HardwareTarget(DEVICES[CPU], 1)
     roomy = estimate(config, tiny, VOCAB).memory

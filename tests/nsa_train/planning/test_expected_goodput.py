@@ -35,5 +35,5 @@ def test_a_save_in_the_background_stops_training_for_the_copy_alone():
     assert model.save_s(80e9, 1024, 1024, 128, background=True) == pytest.approx(2, abs=0.01)
 
 
-def test_nothing_more_than_everything_is_lost():
+def test_the_lost_share_is_at_most_one():
     assert RunGoodput(mtbf_s=10, save_s=5, restart_s=600, interval_s=10).lost == 1.0

@@ -21,7 +21,7 @@ def test_a_count_is_a_number(text):
         parse_target(text)
 
 
-def test_memory_is_what_a_process_can_have_not_what_the_name_says():
+def test_memory_is_what_is_available_and_not_the_nominal_size():
     for name, gigabytes in (("a100-80gb", 80), ("a100-40gb", 40), ("rtx3090", 24), ("rtx4090", 24)):
         assert 0.9 * gigabytes < DEVICES[name].memory_gib < gigabytes
         assert parse_target(name).memory_bytes == int(DEVICES[name].memory_gib * 1024**3)

@@ -150,7 +150,7 @@ def test_allowing_one_rule_allows_no_other():
     assert statuses(both, ["flash"])["precision"] == RuleStatus.FAIL
 
 
-def test_all_reasons_are_told_at_once():
+def test_all_failed_rules_are_reported_at_once():
     of = facts(
         runtime=dict(precision="fp32", gradient_checkpointing=False, use_flash=False),
         train=dict(save_every=0, seq_len=128),
@@ -213,7 +213,7 @@ def test_a_long_run_on_a_cpu_needs_the_compiled_kernels():
     assert flash(facts("cpu", kernels=choices("portable", PassedOver("cpu", "no compiler")))).status == RuleStatus.FAIL
 
 
-def test_a_short_run_is_left_alone():
+def test_rules_for_long_runs_do_not_apply_to_a_short_run():
     of = facts("cpu", train=dict(steps=200, save_every=0, seq_len=128), runtime=dict(precision="fp32"), profile="toy")
     assert failed(of) == set()
     assert statuses(of).keys() == {rule.name for rule in RULES if not rule.long_runs_only}
@@ -263,7 +263,7 @@ def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
     assert "disk" in failed(facts(train=train, folder=replace(FOLDER, disk_free=need - 1)))
 
 
-def test_a_fix_for_memory_is_one_that_helps():
+def test_the_suggested_fix_for_memory_is_enough():
     def fix(**sections) -> str:
         return next(v.fix for v in check_rules(facts("rtx3090", **sections)) if v.rule == "memory")
 

@@ -21,7 +21,7 @@ def write(path, *beats: HeartbeatRecord) -> None:
     lines.close()
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_records_are_read_back(tmp_path):
     written = [beat(1, loss=2.5, gate_branch_shares=(0.25, 0.25, 0.5)), beat(2, kernel_sliding="portable")]
     write(tmp_path / "h.jsonl", *written)
     assert list(read_beats(tmp_path / "h.jsonl")) == written
@@ -54,7 +54,7 @@ def test_a_field_of_a_later_version_is_passed_over(tmp_path):
     assert [record.step for record in read_beats(path)] == [1]
 
 
-def test_events_of_several_starts_are_one_story(tmp_path):
+def test_events_of_several_starts_are_read_in_order(tmp_path):
     for start in (EventKind.START, EventKind.RESTART):
         add_event(tmp_path, start, ts=1.0, step=0, world=2)
     with (tmp_path / names.EVENTS).open("a") as file:

@@ -91,7 +91,7 @@ def test_what_is_written_to_the_old_file_in_the_moment_of_rotation_is_read(path,
     assert steps(tail) == [1, 2, 3]
 
 
-def test_a_long_past_is_not_read(path):
+def test_only_the_end_of_a_long_file_is_read(path):
     append(path, b"".join(line(step) for step in range(1000)))
     tail = RecordTail(path, parse_record, last_bytes=200)
     steps_read = steps(tail)

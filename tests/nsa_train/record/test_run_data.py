@@ -51,7 +51,7 @@ def test_steps_between_records_are_counted_from_the_checkpoint():
     assert list(series.steps) == [1, 4, 5, 5, 5, 1, 2]
 
 
-def test_absent_and_not_finite_are_not_the_same():
+def test_absent_and_non_finite_values_are_distinguished():
     series = fed(*a_run(4, lambda step: {"loss": [1.5, None, math.nan, -math.inf][step - 1]}))
     loss = series.column("loss")
     assert loss[0] == 1.5
@@ -60,7 +60,7 @@ def test_absent_and_not_finite_are_not_the_same():
     assert loss[2] == loss[3] == _NOT_FINITE
 
 
-def test_last_words_are_kept():
+def test_the_last_message_of_a_process_is_kept():
     series = fed(*a_run(2), a_beat(names.HALTED, 2, BEGAN + 99, detail=".HALT: enough"))
     (process,) = series.processes
     assert (process.ending, process.detail, process.last) == (names.HALTED, ".HALT: enough", BEGAN + 99)

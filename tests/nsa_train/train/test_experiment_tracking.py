@@ -49,7 +49,7 @@ def test_everything_is_delivered_in_order_before_the_end():
     assert (service.opened, service.closed, warnings) == (1, 1, [])
 
 
-def test_a_service_that_is_down_is_told_of_once_and_without_its_password():
+def test_an_unavailable_service_is_reported_once_and_without_its_password():
     service, warnings = Service(broken=True), []
     logger = _BackgroundLogger(service, warnings.append)
     for step in range(50):
@@ -74,7 +74,7 @@ def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
     hang.set()
 
 
-def test_a_silent_service_is_told_of_at_the_end(monkeypatch):
+def test_a_silent_service_is_reported_at_the_end(monkeypatch):
     """Too few records to fill the queue, and no error yet: without a warning they would be missed by nobody."""
     monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
@@ -94,7 +94,7 @@ def test_a_tracker_that_is_not_installed_is_refused_on_every_rank(tmp_path, monk
             start_tracking(config, tmp_path, first, print)
 
 
-def test_nothing_is_tracked_unasked(tmp_path):
+def test_nothing_is_tracked_by_default(tmp_path):
     assert start_tracking(load(write_config(tmp_path)), tmp_path, True, print) == []
 
 

@@ -250,7 +250,7 @@ def test_a_checkpoint_takes_no_more_disk_than_was_reckoned(runs):
     assert taken < reckoned < 2 * taken  # of a model this small, half is the files' own
 
 
-def test_the_folder_of_a_run_tells_another_config(runs):
+def test_settings_that_differ_from_the_run_in_the_folder_are_reported(runs):
     config = load(runs / "run.yaml", overrides=[f"train.out_dir={runs}/allowed", "train.lr=0.5", "train.steps=9000"])
     facts = gather(config, parse_target("h200"), try_it=False)
     assert facts.folder.last_step == 3

@@ -51,7 +51,7 @@ def test_sharded_weights_begin_as_their_part_of_the_whole_without_communication(
         assert torch.equal(sharded.get_parameter(name).to_local(), mine), name
 
 
-def test_weights_that_are_not_contiguous_arefilled_right(four_ranks):
+def test_weights_that_are_not_contiguous_are_filled_correctly(four_ranks):
     transposed = torch.randn(8, 12).T
     for placement, expected in ((Shard(0), transposed.chunk(4)[1]), (Replicate(), transposed)):
         target = distribute_tensor(torch.zeros(12, 8), four_ranks, [placement], src_data_rank=None)

@@ -126,7 +126,7 @@ def test_ranks_killed_around_background_saves(tmp_path, kills, steps):
 
 @pytest.mark.nightly  # test_signal_handlers has both, without the comparison of weights
 @pytest.mark.parametrize(("ask", "code"), [("term", 10), ("halt", 11)])
-def test_asked_to_leave_and_resumed(tmp_path, calm, ask, code):
+def test_a_run_that_was_asked_to_stop_is_resumed(tmp_path, calm, ask, code):
     folder = tmp_path / "run"
     process = start(folder)
     assert wait_for_step(folder, process, SAVE_EVERY + 1, rank=0) is not None

@@ -73,7 +73,7 @@ def test_resumed_is_bit_identical(runs, stopped, whole):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_an_older_checkpoint_can_be_gone_on_from_in_another_folder(runs):
+def test_an_older_checkpoint_can_be_continued_in_another_folder(runs):
     folder, _ = runs
     assert story(folder / "branched") == story(folder / "whole")[4:]
     mine, theirs = weights(folder / "branched"), weights(folder / "whole")

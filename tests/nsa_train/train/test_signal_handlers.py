@@ -182,7 +182,7 @@ def test_a_halt_file_stops_all_ranks_at_the_same_step(start):
     assert len(list(read_beats(run.folder / names.heartbeat(0)))) == beats[0].step + 2  # start, steps, halt
 
 
-def test_a_term_to_one_rank_takes_all_along(start):
+def test_a_term_to_one_rank_stops_all_ranks(start):
     run = start(ranks=2)
     run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)
     pids = [last_beat(run.folder / names.heartbeat(rank)).pid for rank in (0, 1)]
@@ -310,7 +310,7 @@ def test_a_full_disk_ends_neither_later_dumps_nor_the_process_after_the_run(tmp_
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
 
 
-def test_a_hangup_saves_and_leaves(start):
+def test_a_hangup_saves_and_exits(start):
     run = start()
     run.wait_for_steps(2)
     run.process.send_signal(signal.SIGHUP)
@@ -320,7 +320,7 @@ def test_a_hangup_saves_and_leaves(start):
 
 
 @pytest.mark.nightly
-def test_ranks_whose_torchrun_is_gone_save_and_leave(start):
+def test_ranks_without_their_torchrun_save_and_exit(start):
     """USR2 ends torchrun, which has no handler for it, and it ends no rank."""
     run = start(launcher="torchrun", ranks=2)
     run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 2)

@@ -127,7 +127,7 @@ def test_events_of_a_later_version_are_skipped_without_being_damage(tmp_path):
 
 @pytest.mark.parametrize("how", ["folder", "loop", "pipe", "device"])
 @pytest.mark.parametrize("name", [names.heartbeat(0), names.EVENTS, names.ENV, names.VAL_CSV, names.HALT])
-def test_what_is_no_file_is_not_waited_for(tmp_path, name, how):
+def test_a_path_that_is_no_regular_file_does_not_block_a_reader(tmp_path, name, how):
     good, bad = copy_run(tmp_path / "good"), copy_run(tmp_path / "bad")
     path = bad / name
     path.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def test_rows_of_a_table_that_are_short_or_long_are_counted(tmp_path):
     assert bad == 2
 
 
-def test_a_beat_from_the_future_is_not_believed(tmp_path):
+def test_a_beat_with_a_time_in_the_future_is_rejected(tmp_path):
     """Its process is long silent, as the time of its file tells."""
     bad = copy_run(tmp_path / "bad")
     ahead = HeartbeatRecord.now(ts=time.time() + 86400, rank=0, step=30, msg=names.ALIVE)
@@ -175,7 +175,7 @@ def test_a_beat_from_the_future_is_not_believed(tmp_path):
     assert "heartbeat_stall" in text
 
 
-def test_a_clock_that_is_a_minute_ahead_is_believed(tmp_path):
+def test_a_clock_that_is_a_minute_ahead_is_accepted(tmp_path):
     bad = copy_run(tmp_path / "bad")
     lines = (bad / names.heartbeat(0)).read_text().splitlines()[:-1]
     ahead = HeartbeatRecord.now(ts=time.time() + 30, rank=0, step=30, msg=names.ALIVE)

@@ -164,7 +164,7 @@ def test_events_are_counted_over_all_starts(tmp_path):
     assert (served("nsa_last_checkpoint_step"), served("nsa_last_checkpoint_timestamp_seconds")) == (5, 2.0)
 
 
-def test_made_up_data_is_told_where_other_data_was_asked_for(tmp_path):
+def test_synthetic_data_is_reported_where_other_data_was_configured(tmp_path):
     served = Served(tmp_path)
     write(tmp_path, beat(synthetic=True))
     for dataset, told in (("synthetic", 0), ("fineweb_edu", 1)):
@@ -266,7 +266,7 @@ def test_another_encoding_or_path_is_another_answer():
     [("127.0.0.1", True), ("127.0.0.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
      ("", False), ("10.1.2.3", False), ("node7", False)],
 )  # fmt: skip
-def test_loopback_is_told_from_the_rest(host, safe):
+def test_loopback_addresses_are_recognised(host, safe):
     assert is_loopback(host) == safe
 
 
@@ -309,7 +309,7 @@ def _listening(pid: int) -> list[str]:
     return [line for line in lines if line.split()[3] == "0A" and line.split()[9] in inodes]
 
 
-def test_an_address_beyond_loopback_is_warned_of_loudly(tmp_path):
+def test_an_address_beyond_loopback_gives_a_warning(tmp_path):
     # An address of nobody, reserved for documentation: the warning comes before the attempt to listen.
     done = subprocess.run(command(str(tmp_path), "--host", "192.0.2.1"), capture_output=True, text=True, timeout=60)
     assert done.returncode == ConfigError.exit_code

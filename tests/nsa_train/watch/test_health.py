@@ -59,13 +59,13 @@ def test_a_stall_is_measured_by_the_runs_own_steps_too(limits):
 
 
 @pytest.mark.parametrize("word", names.ENDINGS)
-def test_a_process_with_a_last_word_is_not_stalled(word):
+def test_a_process_that_recorded_its_end_is_not_stalled(word):
     beats = a_run(50)
     recording = record([*beats, a_beat(word, 50, beats[-1].ts)], after_s=1e5)
     assert conditions_in(recording) == ({"run_failed"} if word == names.FAILED else set())
 
 
-def test_a_process_that_is_gone_is_not_called_hung_and_gets_time_to_be_started_again():
+def test_a_dead_process_is_not_reported_as_hung_and_has_time_to_be_restarted():
     recording = replace(record(a_run(150), after_s=299.0), gone=frozenset({0}))
     assert conditions_in(recording) == set()
     assert phase(recording.history(), []) == RunPhase.GONE
@@ -84,7 +84,7 @@ def test_a_rank_of_another_host_that_its_launcher_starts_again_gets_the_time_of_
     assert conditions_in(replace(recording, events=events, end=recording.end + later_s)) == expected
 
 
-def test_a_rank_that_never_spoke_is_missed():
+def test_a_rank_without_any_record_is_reported():
     recording = record(a_run(350), world=2)
     (finding,) = examine(recording.history(), now=recording.end, limits=LIMITS)
     assert (finding.name, finding.rank) == ("heartbeat_stall", 1)
@@ -98,7 +98,7 @@ def test_an_error_is_forgotten_when_the_run_is_started_again():
     assert phase(again.history(), []) == RunPhase.STARTING
 
 
-def test_one_spike_is_noise_and_so_is_one_odd_batch():
+def test_a_single_spike_or_odd_batch_is_no_finding():
     assert conditions_in(recorded._at([120], loss=9.0)) == set()
     assert (
         conditions_in(recorded._at([150], gate_entropy_mean=0.1, gate_collapse_frac=0.5, gate_max_mean=0.99)) == set()
@@ -239,7 +239,7 @@ def test_every_limit_named_in_a_rule_exists():
         assert "{" not in condition.rule.format(**values)
 
 
-def test_numbers_that_are_missing_are_nobodys_fault():
+def test_missing_numbers_are_no_finding():
     bare = [a_beat(names.START, 0, recorded.BEGAN)]
     bare += [a_beat(names.PROGRESS, step, recorded.BEGAN + step, loss=1 / step) for step in range(1, 150)]
     assert conditions_in(record(bare)) == set()

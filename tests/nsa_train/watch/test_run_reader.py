@@ -113,7 +113,7 @@ def test_facts_come_from_env_and_saves_from_events(folder):
     assert folder.reader.update().saved_step == 2
 
 
-def test_what_is_no_beat_is_passed_over(folder):
+def test_lines_that_are_no_beats_are_skipped(folder):
     for text in ('{"step":1}', '{"ts":"x","pid":1,"rank":0,"step":1,"msg":"alive"}', "[]", '{"ts":1'):
         folder.lines.append(text)
     assert folder.reader.update().ranks == {}

@@ -58,7 +58,7 @@ def watched(tmp_path):
     return Watched(tmp_path)
 
 
-def test_a_stall_is_told_once_named_and_halted_and_its_end_is_told(watched):
+def test_a_stall_is_reported_once_and_halted_and_its_end_is_reported(watched):
     watched.go_on(5)
     assert watched.look() == ["running at step 5"]
     assert watched.look(170.0) == []
@@ -92,7 +92,7 @@ def test_a_second_stall_is_a_second_episode(watched):
         watched.go_on(1)
 
 
-def test_what_a_stall_ends_in_does_not_take_its_name(watched):
+def test_a_failure_after_a_stall_keeps_the_name_of_the_stall(watched):
     watched.go_on(5)
     watched.look()
     watched.look(200.0)
@@ -112,7 +112,7 @@ def test_a_failure_after_the_run_has_continued_takes_its_own_name(watched):
     assert watched.text(names.ANOMALY) == "run_failed\n"
 
 
-def test_without_halt_everything_is_told_and_nothing_stopped(tmp_path):
+def test_without_halt_findings_are_reported_and_nothing_is_stopped(tmp_path):
     watched = Watched(tmp_path, halts=False)
     watched.go_on(5)
     watched.look()
@@ -121,7 +121,7 @@ def test_without_halt_everything_is_told_and_nothing_stopped(tmp_path):
     assert not (tmp_path / names.HALT).exists()
 
 
-def test_an_age_known_from_time_stamps_alone_is_told_and_not_acted_on_before_it_was_lived_through(watched):
+def test_an_age_known_from_time_stamps_alone_is_reported_and_not_acted_on_until_observed(watched):
     """The clock may have been set by hours just before the watchdog came."""
     watched.go_on(5)
     watched.clock.jump(3600.0)
@@ -134,7 +134,7 @@ def test_an_age_known_from_time_stamps_alone_is_told_and_not_acted_on_before_it_
     assert (watched.path / names.HALT).exists()
 
 
-def test_a_halt_of_before_is_told_and_neither_obeyed_nor_overwritten(watched):
+def test_an_earlier_halt_is_reported_and_neither_obeyed_nor_overwritten(watched):
     halt_file.request(watched.path, "manual stop", "somebody")
     (watched.path / names.ANOMALY).write_text("loss_nonfinite\n")
     os.utime(watched.path / names.HALT, (1, 1))
@@ -172,7 +172,7 @@ def test_collapsing_gates_leave_their_details(watched):
 
 
 @pytest.mark.parametrize("name", [name for name, condition in CONDITIONS.items() if condition.process_ended])
-def test_what_ended_by_itself_is_not_halted(tmp_path, name):
+def test_a_run_that_ended_by_itself_is_not_halted(tmp_path, name):
     """A launcher may be starting it again, and would find the halt."""
     watched, recording = Watched(tmp_path), UNWELL[name][0]()
     watched.dog.check()
@@ -188,7 +188,7 @@ def test_what_ended_by_itself_is_not_halted(tmp_path, name):
     assert not (tmp_path / names.HALT).exists()
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_watched_on(watched):
+def test_a_folder_that_cannot_be_written_is_reported_and_still_watched(watched):
     for name in (names.HEALTH_LOG, f"{names.ANOMALY}.new"):
         (watched.path / name).mkdir()  # a full disk refuses as well, but for some other reason
     watched.dog.begin()
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_watched_on(watched):
     assert (watched.path / names.HALT).exists()
 
 
-def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched):
+def test_a_folder_that_cannot_be_read_for_a_while_is_reported_and_still_watched(watched):
     (watched.path / names.EVENTS).mkdir()
     watched.go_on(3)
 
@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_read_for_a_while_is_told_and_watched_on(watched
     assert any("readable again" in line for line in watched.said)
 
 
-def test_a_look_that_fails_is_told_and_watched_on(watched, monkeypatch):
+def test_a_failing_check_is_reported_and_watching_continues(watched, monkeypatch):
     """A file server that is away for a moment."""
     watched.go_on(3)
     looks = iter([OSError(errno.ESTALE, "Stale file handle"), None])
@@ -284,7 +284,7 @@ def test_the_rank_that_did_not_come_to_a_collective_is_named():
     assert list(_ranks_behind({})) == []
 
 
-def test_a_halt_is_asked_once_and_put_aside_with_a_note(tmp_path):
+def test_a_halt_is_requested_once_and_moved_aside_with_a_note(tmp_path):
     assert halt_file.request(tmp_path, "one", "me")
     assert not halt_file.request(tmp_path, "two", "you")
     asked = halt_file.read(tmp_path)

@@ -36,7 +36,7 @@ def watch_until(dog: Watchdog, lines: list[str], wanted: str) -> None:
         time.sleep(0.3)
 
 
-def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(start):  # noqa: F811
+def test_a_stalled_rank_is_reported_with_its_stacks_and_the_run_halted(start):  # noqa: F811
     run = start(ranks=2)
     run.wait_for("both ranks", lambda: min(run.step(0), run.step(1)) >= 3)
     pids = [last_beat(run.folder / names.heartbeat(rank)).pid for rank in (0, 1)]
@@ -66,7 +66,7 @@ def test_a_rank_that_stands_still_is_found_asked_for_stacks_and_the_run_halted(s
 
 
 @pytest.mark.nightly
-def test_a_killed_run_is_found_gone_and_goes_on_over_a_stale_halt_that_is_cleared(start):  # noqa: F811
+def test_a_killed_run_is_reported_and_continues_after_a_stale_halt_is_cleared(start):  # noqa: F811
     run = start("train.save_every=5")
     run.wait_for("a checkpoint", lambda: run.step() >= 8)
     lines: list[str] = []

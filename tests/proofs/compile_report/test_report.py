@@ -79,7 +79,7 @@ def test_a_build_that_became_worse_is_found(worse):
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-def test_what_is_written_down_has_no_fault(gpu):
+def test_the_recorded_table_has_no_fault(gpu):
     """In the shapes that tiles are chosen for; on AMD scalar registers may move to vector ones. In other shapes a few
     bytes may spill, no more."""
     for p in WRITTEN:
@@ -140,7 +140,7 @@ def test_fp32_fits():
 
 
 @pytest.mark.nightly
-def test_tiles_of_half_precision_would_not_do_in_fp32():
+def test_tiles_of_half_precision_do_not_fit_in_fp32():
     """Which is why `choose` asks for the size of an element."""
     tiles = choose("selected_forward", 128, "sm_80")
     (report,) = inspected(("128", "sm_80", "selected_forward", tiles), dtype="fp32")

@@ -130,7 +130,7 @@ print(time.monotonic() - began)
     wait_until(lambda: float(run(second, fetch, "node0").stdout) < slow / 2, "the link stays slow", timeout_s=60)
 
 
-def test_a_killed_owner_takes_its_nodes_along(tmp_path, permitted):
+def test_killing_the_owner_ends_its_nodes(tmp_path, permitted):
     program = (
         "import sys, time; from pathlib import Path; from proofs.drill.node_network import NodeNetwork\n"
         "network = NodeNetwork(Path(sys.argv[1]), 2).__enter__()\n"

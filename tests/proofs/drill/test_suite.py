@@ -54,7 +54,7 @@ def scenarios(monkeypatch):
     monkeypatch.setattr(suite, "SCENARIOS", known)
 
 
-def test_every_kind_of_trouble_is_a_row_that_does_not_hold(scenarios, tmp_path):
+def test_every_kind_of_failure_is_a_row_that_does_not_hold(scenarios, tmp_path):
     with DrillSuite(tmp_path, jobs=2) as drill:
         rows = dict(drill.run(choose([])))
     assert {name for name, row in rows.items() if row.holds} == {"good"}
@@ -126,7 +126,7 @@ def wait_until(holds, what: str, timeout_s: float = 240) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_drill_takes_its_runs_along(tmp_path):
+def test_killing_the_drill_ends_its_runs(tmp_path):
     keep = tmp_path / "kept"
     command = [sys.executable, "-m", "proofs.drill", "--only", "killed_rank", "--keep", str(keep)]
     quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -155,7 +155,7 @@ def test_a_watchdog_watches_before_anything_is_broken(tmp_path):
         assert "watching" in (harness.run_folder / names.HEALTH_LOG).read_text()
 
 
-def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
+def test_a_run_that_makes_progress_is_waited_for(monkeypatch, tmp_path):
     """A slow machine is no fault: what is waited for is over when nothing has moved for a while."""
     monkeypatch.setattr("proofs.drill.harness.PROGRESS_TIMEOUT_S", 0.6)
     with DrillHarness(tmp_path, threading.Event()) as harness:
@@ -174,7 +174,7 @@ def test_a_run_that_gets_on_is_waited_for(monkeypatch, tmp_path):
             harness.wait_for("anything", lambda: False)
 
 
-def test_a_fault_travels_whole():
+def test_a_fault_survives_a_round_trip_through_json():
     fault = PlantedFault(kind=FaultKind.SLOW_RANK, marker="m", first_batch=3, also=(1,), rank=1, seconds=0.5)
     assert PlantedFault.from_json(fault.to_json()) == fault
     assert [fault.hits(batch) for batch in range(5)] == [False, True, False, True, True]
@@ -195,7 +195,7 @@ def ended(folder: Path, weights: np.ndarray, loss: float) -> Path:
     return folder
 
 
-def test_one_bit_of_one_weight_is_another_end(tmp_path):
+def test_one_different_bit_of_a_weight_is_a_different_result(tmp_path):
     weights, flipped = np.ones(8, np.float32), np.ones(8, np.float32)
     flipped.view(np.int32)[3] ^= 1
     calm = ended(tmp_path / "calm", weights, 2.0)

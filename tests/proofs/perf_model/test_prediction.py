@@ -116,7 +116,7 @@ def test_clocks_and_units_give_the_table_s_peak():
 
 @pytest.mark.parametrize("data", ["random", "smooth"])
 @pytest.mark.parametrize("length", [90, 777])
-def test_the_yardstick_reads_every_choice(data, length):
+def test_the_group_centric_kernel_reads_every_chosen_block(data, length):
     overlap, sizes = measure_overlap(TINY, length, data), LaunchSizes(TINY, length, "bf16")
     reads = group_centric_forward(sizes).trips
     chosen = int((overlap.idx_LSN >= 0).sum()) * TINY.n_kv_groups
@@ -127,7 +127,7 @@ def test_the_yardstick_reads_every_choice(data, length):
     assert group_centric_forward(sizes).l2_bytes >= selected_kernels.selected_forward(sizes, overlap).l2_bytes
 
 
-def test_spans_speak_for_the_whole_row(monkeypatch):
+def test_sampled_spans_estimate_the_whole_row(monkeypatch):
     whole = measure_overlap(TINY, 4000, "smooth")
     monkeypatch.setattr(selection_overlap, "MOST_SPANS", 8)
     sampled = measure_overlap(TINY, 4000, "smooth")
@@ -202,7 +202,7 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     assert count_instructions("selected_forward", BASE, "gfx942") is None
 
 
-def test_a_wrong_wish_is_refused_with_the_right_words():
+def test_an_unknown_value_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="--gpu"):
         gpu_named("a1000")
     with pytest.raises(ConfigError):

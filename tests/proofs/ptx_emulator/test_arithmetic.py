@@ -144,7 +144,7 @@ def test_a_guard_keeps_the_other_lanes():
     assert out.tolist() == [7] * 10 + [6] * 22
 
 
-def test_lanes_part_at_a_branch_and_meet_again():
+def test_lanes_diverge_at_a_branch_and_reconverge():
     out = np.zeros(64, np.int32)
     run(
         """

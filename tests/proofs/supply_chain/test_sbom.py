@@ -32,7 +32,7 @@ def test_packages_carry_version_licence_and_the_locked_hashes(text):
         assert row["purl"].startswith(f"pkg:pypi/{name}@")
 
 
-def test_it_says_what_needs_what(text):
+def test_dependencies_between_packages_are_listed(text):
     needs = {row["ref"].partition("==")[0]: row.get("dependsOn", []) for row in json.loads(text)["dependencies"]}
     assert {"pydantic", "torch"} <= {ref.partition("==")[0] for ref in needs["nsa-train"]}
 

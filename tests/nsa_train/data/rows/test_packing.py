@@ -28,7 +28,7 @@ def _pack(packing: str, docs: list[tuple[str, np.ndarray]], seq_len: int, skip: 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
 @given(lengths=LENGTHS, seq_len=st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_nothing_is_lost_and_nothing_comes_twice(packing: str, lengths: list[int], seq_len: int) -> None:
+def test_every_token_is_packed_exactly_once(packing: str, lengths: list[int], seq_len: int) -> None:
     docs = _docs(lengths)
     rows = _pack(packing, docs, seq_len)
     rebuilt: dict[str, dict[int, list[int]]] = {}

@@ -172,7 +172,7 @@ def test_a_full_shuffle_of_more_than_the_cache_is_refused(tmp_path: Path) -> Non
         PreparedRows(reader, 16, shuffle_seed=0)
 
 
-def test_ranks_share_a_small_cache_without_harm(tmp_path: Path) -> None:
+def test_ranks_can_share_a_small_cache(tmp_path: Path) -> None:
     """Four processes, one cache that holds a fraction: files vanish under each other, every row is still right."""
     source = tmp_path / "set"
     write_set(source, documents(120, longest=300), docs_per_shard=10)

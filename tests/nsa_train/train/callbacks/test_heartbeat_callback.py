@@ -116,7 +116,7 @@ def test_bf16_trains_fp32_weights(runs):
     assert bf16 == pytest.approx(sharded, abs=0.05)
 
 
-def test_made_up_data_is_said_in_every_record(runs):
+def test_synthetic_data_is_marked_in_every_record(runs):
     beats = list(read_beats(runs / "stand_in" / names.heartbeat(0)))
     assert {beat.synthetic for beat in beats} == {True}
     assert {beat.data for beat in beats} == {"synthetic rows (copy)"}

@@ -305,7 +305,7 @@ def test_a_pickle_bomb_is_never_executed(folder, tmp_path, plant, defence):
         checkpointer(folder, key_file=str(key)).load(step2, Module(seed=1))
 
 
-def test_the_bombs_are_live(folder, tmp_path):
+def test_the_planted_pickles_execute_code_in_an_unsafe_reader(folder, tmp_path):
     """Read as DCP and the engine read them, each one goes off: the test above would see it."""
     for plant in PLANTS:
         canary = tmp_path / plant.__name__

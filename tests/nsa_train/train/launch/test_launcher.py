@@ -103,7 +103,7 @@ def plan(run: Path, **settings) -> LaunchSettings:
     return LaunchSettings(command=["true"], run_folder=run, nproc=1, **settings)
 
 
-def test_three_cycles_without_a_checkpoint_are_the_end(monkeypatch, tmp_path):
+def test_three_restarts_without_a_checkpoint_end_the_run(monkeypatch, tmp_path):
     lives = Lives(monkeypatch, tmp_path, *[(1, None)] * 9)
     said = []
     assert launch(plan(tmp_path), said.append) == 1
@@ -126,13 +126,13 @@ def test_a_checkpoint_saved_again_is_no_progress(monkeypatch, tmp_path):
     assert len(lives.resumed) == 4
 
 
-def test_a_node_that_meets_nobody_waits_longer_than_three_cycles(monkeypatch, tmp_path):
+def test_a_node_without_other_nodes_waits_longer_than_three_restarts(monkeypatch, tmp_path):
     lives = Lives(monkeypatch, tmp_path, *[(NO_RENDEZVOUS, None)] * 9, (0, 5))
     assert launch(plan(tmp_path), lambda text: None) == 0
     assert lives.pauses == [2.0] * 9
 
 
-def test_a_node_that_meets_nobody_gives_up_in_the_end(monkeypatch, tmp_path):
+def test_a_node_without_other_nodes_gives_up_in_the_end(monkeypatch, tmp_path):
     lives = Lives(monkeypatch, tmp_path, (1, 5), *[(NO_RENDEZVOUS, None)] * 9)
     ticks = iter(range(0, 10000, 500))
     monkeypatch.setattr(launching.time, "monotonic", lambda: next(ticks))
@@ -168,7 +168,7 @@ def test_waiting_has_a_limit(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", [2, 10, 11, 16, 20, 23])
-def test_what_cannot_get_better_is_not_restarted(monkeypatch, tmp_path, code):
+def test_a_permanent_failure_is_not_restarted(monkeypatch, tmp_path, code):
     lives = Lives(monkeypatch, tmp_path, (code, 3))
     assert launch(plan(tmp_path), lambda text: None) == code
     assert len(lives.resumed) == 1
@@ -245,7 +245,7 @@ def newest(run: Path) -> int:
     return max(CheckpointFolder(run / "checkpoints").committed_steps(), default=0)
 
 
-def test_a_killed_rank_a_killed_agent_and_then_done(start, tmp_path):
+def test_a_run_finishes_after_a_killed_rank_and_a_killed_agent(start, tmp_path):
     running = start("train")
     first = running.pids(0)
     wait_for(lambda: newest(tmp_path) >= 2, "a checkpoint", running.said)
@@ -299,7 +299,7 @@ def test_a_config_error_is_not_restarted(start, tmp_path):
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["cycle0"]
 
 
-def test_asked_to_leave_the_ranks_save_first(start, tmp_path):
+def test_ranks_save_before_they_stop_on_request(start, tmp_path):
     running = start("polite")
     running.pids(0)
     running.process.send_signal(signal.SIGUSR2)
@@ -311,7 +311,7 @@ def test_asked_to_leave_the_ranks_save_first(start, tmp_path):
     assert not (tmp_path / "logs/cycle1").exists()
 
 
-def test_ranks_that_do_not_leave_are_killed_after_the_grace(start, tmp_path):
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_period(start, tmp_path):
     running = start("stubborn", grace_s=0.5)
     pids = running.pids(0)
     running.process.send_signal(signal.SIGINT)
@@ -345,7 +345,7 @@ def test_a_launcher_that_waits_for_other_nodes_records_it_and_stops_at_once_when
             process.kill()
 
 
-def test_two_nodes_meet(tmp_path):
+def test_two_nodes_start_one_run(tmp_path):
     """Two launchers on one machine stand for two nodes that share the run folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -361,7 +361,7 @@ def test_two_nodes_meet(tmp_path):
     assert len(list((tmp_path / "logs").glob(f"cycle*-{socket.gethostname()}/rank*.log"))) == 4
 
 
-def test_a_wrong_config_is_told_before_any_rank_starts(tmp_path):
+def test_a_wrong_config_is_reported_before_any_rank_starts(tmp_path):
     (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
     command = ["-m", "nsa_train.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
     result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=60)

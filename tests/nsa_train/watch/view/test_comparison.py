@@ -24,7 +24,7 @@ def test_only_settings_that_differ_are_listed(tmp_path):
     assert CONFIG["train"]["out_dir"] != OTHER["train"]["out_dir"]
 
 
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
+def test_runs_of_the_same_name_are_distinguished(tmp_path):
     runs = [load(healthy(tmp_path / parent / "run")) for parent in ("x", "y")]
     assert run_labels(runs) == ["A x/run", "B y/run"]
 

@@ -99,5 +99,5 @@ def test_without_a_finite_value_there_is_no_axis():
         (plain("a\x1b[31mb\nc"), r"a\x1b[31mb\nc"), (plain("x" * 900, 5), "xxxx…"),
     ],
 )  # fmt: skip
-def test_numbers_are_said_as_people_read_them(said, expected):
+def test_numbers_are_formatted_for_people(said, expected):
     assert said == expected

@@ -50,7 +50,7 @@ def test_a_plain_run_is_start_up_and_steps():
     assert measured.share(TimeCause.PRODUCTIVE) == pytest.approx(100 / 110)
 
 
-def test_a_killed_run_pays_for_the_way_back_and_the_time_between():
+def test_a_killed_run_counts_repeated_steps_and_downtime():
     beats = [started(0, 0.0), *steps(1, 21, 0.0), started(10, 50.0, 2), *steps(11, 31, 54.0, pid=2)]
     events = [RunEvent(0.0, EventKind.START, 0, {}), RunEvent(48.0, EventKind.RESTART, 10, {})]
     assert spent(goodput(series(beats), events)) == {
@@ -71,7 +71,7 @@ def test_a_save_costs_what_it_adds_to_its_interval():
     assert seconds == {TimeCause.PRODUCTIVE: pytest.approx(19.0), TimeCause.CHECKPOINT: pytest.approx(4.0)}
 
 
-def test_leaving_is_saving():
+def test_the_time_of_a_stop_counts_as_saving():
     beats = [started(0, 0.0), *steps(1, 10, 0.0), a_beat(names.STOPPED, 10, 9.5)]
     seconds = spent(goodput(series(beats), [RunEvent(14.0, EventKind.SAVE, 10, {})]))
     assert seconds == {TimeCause.PRODUCTIVE: 9.0, TimeCause.CHECKPOINT: 5.0}
@@ -89,7 +89,7 @@ def test_a_long_silence_within_a_process_is_a_stall():
     ("condition", "expected"),
     [("heartbeat_stall", {TimeCause.STALL: 300.0, TimeCause.DOWN: 20.0}), ("process_gone", {TimeCause.DOWN: 320.0})],
 )
-def test_what_the_watchdog_saw_before_the_end_tells_hanging_from_down(condition, expected):
+def test_the_last_finding_of_the_watchdog_distinguishes_a_hang_from_downtime(condition, expected):
     beats = [started(0, 0.0), *steps(1, 11, 0.0), started(11, 330.0, 2), *steps(12, 12, 330.0, pid=2)]
     events = [
         RunEvent(200.0, EventKind.STALL, 11, {"condition": condition}),
@@ -129,7 +129,7 @@ def test_a_process_that_died_before_its_first_beat_counts():
     assert len(measured.lives) == 2
 
 
-def test_nothing_told_is_nothing_spent():
+def test_a_run_without_records_has_no_goodput():
     assert goodput(series([]), []) is None
 
 

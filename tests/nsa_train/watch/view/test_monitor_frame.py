@@ -184,7 +184,7 @@ def test_findings_beyond_the_room_are_counted(tmp_path):
     assert "and 4 more: process_gone" in text
 
 
-def test_what_files_say_cannot_steer_the_terminal(tmp_path):
+def test_text_of_files_cannot_control_the_terminal(tmp_path):
     folder = tmp_path / "run\x1b[2J\x07"
     write_run(folder, a_run(3), [START, (EventKind.ERROR, BEGAN + 9, 3, {"error": "\x1b]0;owned\x07\nnext"})])
     text = "".join(line.plain for line in frame(take_snapshot(folder), 80, 24))
@@ -197,7 +197,7 @@ def test_a_terminal_without_unicode_gets_the_same_picture(tmp_path):
     assert any("***" in line.plain for line in lines)
 
 
-def test_a_look_again_sees_what_is_new(tmp_path):
+def test_a_second_frame_shows_new_records(tmp_path):
     reader = SnapshotReader(write_run(tmp_path, a_run(5), [START]))
     assert reader.read().run.lead.last["step"] == 5
     write_run(tmp_path, a_run(9)[6:])
@@ -205,7 +205,7 @@ def test_a_look_again_sees_what_is_new(tmp_path):
     reader.close()
 
 
-def test_the_live_view_sends_little_and_leaves_at_q(tmp_path):
+def test_the_live_view_sends_little_and_exits_at_q(tmp_path):
     finished(tmp_path)
     parent, child = pty.openpty()
     before = termios.tcgetattr(parent)[3]

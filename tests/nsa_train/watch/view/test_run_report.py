@@ -88,7 +88,7 @@ def test_the_plots_of_the_issue_are_there(tmp_path):
     assert "200 steps done again" not in words  # no event said so
 
 
-def test_what_a_file_says_stays_text(tmp_path):
+def test_text_of_files_is_escaped(tmp_path):
     hostile = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
     folder = tmp_path / "a<b>&'\"c"
     config = {**CONFIG, "data": {"path": hostile}, hostile: 3}
@@ -120,7 +120,7 @@ def test_settings_come_with_their_origins_and_given_ones_first(tmp_path):
     assert "4 settings were given, 1 are defaults" in text
 
 
-def test_what_a_watchdog_found_is_told_from_when_to_when(tmp_path):
+def test_findings_of_a_watchdog_have_a_begin_and_an_end(tmp_path):
     which = {"condition": "data_slow", "level": "warning", "ranks": [0]}
     events = [
         START,
@@ -133,7 +133,7 @@ def test_what_a_watchdog_found_is_told_from_when_to_when(tmp_path):
     assert "<td>2023-11-14 22:13:50 UTC</td><td>2023-11-14 22:14:50 UTC</td>" in text
 
 
-def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path):
+def test_the_command_writes_into_the_run_folder_or_to_the_given_path(tmp_path):
     folder = healthy(tmp_path / "run")
     assert CliRunner().invoke(app, ["report", str(folder)]).exit_code == 0
     assert (folder / "report.html").exists()

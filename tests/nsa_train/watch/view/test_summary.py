@@ -31,7 +31,7 @@ def falling(steps: int):
 
 
 @pytest.mark.parametrize("steps", [5, 9, 17, 40, 400])
-def test_a_run_that_ended_at_1_97_is_not_said_to_be_at_its_mean(tmp_path, steps):
+def test_the_loss_of_a_run_is_that_of_its_last_records_and_not_its_mean(tmp_path, steps):
     folder = write_run(tmp_path / "run", a_run(steps, falling(steps)))
     run_summary = summarize(load(folder))
     assert run_summary.loss == pytest.approx(1.97, abs=0.03)
