@@ -99,7 +99,7 @@ def soak(folder: Path, minutes: float, speed: float) -> dict[str, Any]:
 def _sample(
     series: list[ProcessSeries], started: list[tuple[str, "subprocess.Popen[bytes]"]], run: Path, minutes: float
 ) -> list[dict[str, float]]:
-    """Until the time is over or a process ends; sizes of the run's files with the step."""
+    """Sample until the time is over or a process ends; sizes of the run's files with the step."""
     files: list[dict[str, float]] = []
     began = time.monotonic()
     while (now := time.monotonic() - began) < minutes * 60 and all(process.poll() is None for _, process in started):

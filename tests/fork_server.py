@@ -279,7 +279,8 @@ def _preload() -> None:
 
 
 def _run_to_the_end(words: list[str]) -> NoReturn:
-    """As an interpreter does, up to its exit handlers. Objects are not deleted one by one: that takes a second here."""
+    """Run as an interpreter does, up to its exit handlers. Objects are not deleted one by one: that takes a second
+    here."""
     import runpy
     import threading
     import types

@@ -1,4 +1,4 @@
-"""Which initial weights follow `model.init_std`: of the plain model, the engine's and Transformers'."""
+"""Initial weights that follow `model.init_std`: of the plain model, the engine's and Transformers'."""
 
 from torch import Tensor, nn
 
@@ -12,8 +12,8 @@ _OF_THEIR_OWN = (
 
 
 def require_raised(default: nn.Module, raised: nn.Module) -> None:
-    """Both drawn from one seed: every weight of `raised` is four times that of `default`, except those whose scale
-    does not depend on the setting, which are equal."""
+    """Require of two models drawn from one seed that every weight of `raised` is four times that of `default`, except
+    those whose scale does not depend on the setting, which are equal."""
     plain, large = (dict(model.named_parameters()) for model in (default, raised))
     assert plain.keys() == large.keys()
     for name, weight in plain.items():

@@ -109,7 +109,7 @@ def rotated(x: Array, pos: float, base: float, scale: float, width: int | None =
 
 
 def rotated_as(rope: str, x: Array, pos: float, base: float, scale: float, width: int | None) -> Array:
-    """By a layer's kind of RoPE: none at all, without the scale, or with it."""
+    """Rotate by a layer's kind of RoPE: none at all, without the scale, or with it."""
     return x if rope == "none" else rotated(x, pos, base, scale if rope == "scaled" else 1.0, width)
 
 

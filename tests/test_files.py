@@ -57,7 +57,7 @@ if __name__ == "__main__":
 
 
 def test_full_shared_memory_and_a_full_disk_are_told_apart(tmp_path):
-    """Both really full, in a mount namespace of their own."""
+    """Fills both, in a mount namespace of their own."""
     root()
     run, child = tmp_path / "run", tmp_path / "child.py"
     run.mkdir()

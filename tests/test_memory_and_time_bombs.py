@@ -413,7 +413,7 @@ def test_a_config_with_a_list_of_aliases(tmp_path: Path) -> None:
 
 
 def test_ids_of_documents_that_overlap() -> None:
-    """In this process, with the limit of a fuzz case."""
+    """Runs in this process, with the limit of a fuzz case."""
     import numpy as np
 
     from nsa.errors import DataError

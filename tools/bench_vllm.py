@@ -48,7 +48,7 @@ class EngineProcess:
         self.measure(kind="ready")
 
     def measure(self, **request: Any) -> float:
-        """Only while this runs may the process: threads of an idle engine can wait for work by spinning."""
+        """Let the process run only during this call: threads of an idle engine can wait for work by spinning."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.send_signal(signal.SIGCONT)

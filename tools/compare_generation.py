@@ -214,7 +214,7 @@ def ask_nsa_serve(model: Path, prompts: Sequence[str], new_tokens: int) -> list[
 
 
 def ask_vllm(python: str, folder: Path, prompts: Sequence[str], new_tokens: int) -> list[GreedyAnswer]:
-    """All prompts at once, over HTTP."""
+    """Send all prompts at once, over HTTP."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     server = ServerProcess(
         vllm_serve(python, folder, "--block-size", str(config["l_sel"]), "--max-model-len", str(LONGEST)),

@@ -1,4 +1,4 @@
-"""Whether tests hold on a busy machine: they run again and again beside loops that take all the CPU time they get.
+"""Repeats tests on a busy machine: they run again and again beside loops that take all the CPU time they get.
 
     python -m tools.loaded_runs 10                         the process tests, ten times beside four loops
     python -m tools.loaded_runs 3 --loops 8 tests/nsa_train/train/launch     other tests; words go to pytest

@@ -1,4 +1,4 @@
-"""How much there is in both packages: lines, modules, importers, public names, words, circles, commands.
+"""Figures of both packages: lines, modules, importers, public names, words, circles, commands.
 
 python -m tools.tree_figures                 one table
 python -m tools.tree_figures --single 130    also the modules below 130 lines that one module imports, with that one
@@ -39,7 +39,7 @@ def imported_modules(module: str, source: str, modules: set[str]) -> set[str]:
 
 
 def circle(modules: dict[str, str]) -> str:
-    """One circle of imports, lazy ones included, or none. A package is no importer of what lies in it."""
+    """Find one circle of imports, lazy ones included, or none. A package is no importer of what lies in it."""
     graph = {
         name: {
             other

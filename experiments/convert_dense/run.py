@@ -66,7 +66,7 @@ def _train(folder: Path, out: str, config: Path, init: Path | None, seq_len: int
 
 
 def stages(folder: Path, demo: Path) -> list[Stage]:
-    """All of them, in order."""
+    """Return all stages, in order."""
     return [*_dense_stages(folder, demo), *_sparse_stages(folder)]
 
 

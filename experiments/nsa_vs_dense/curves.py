@@ -44,7 +44,8 @@ def draw_curves(table: StudyTable, curves: Mapping[StudyRun, Sequence[Evaluation
 
 
 def _style() -> str:
-    """What a report's style sheet says of charts, with the colours of light pages: not every viewer knows variables."""
+    """Styles for charts from a report's style sheet, with the colours of light pages: not every viewer knows
+    variables."""
     css = files("nsa_train.watch.view").joinpath("page.css").read_text(encoding="utf-8")
     colours = dict(reversed(re.findall(r"(--\w+): (#\w+);", css)))  # the first of each name is the light one
     rules = re.findall(r"(?:^|(?<=\} ))((?:svg [.a-z]|\.line|\.band)[^{}]*\{[^{}]*\})", css, re.MULTILINE)

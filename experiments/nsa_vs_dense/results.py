@@ -41,7 +41,7 @@ class RunResult:
 
 
 def result(run: StudyRun, data: RunData) -> RunResult | None:
-    """None for a run without any evaluation."""
+    """Read the result of a run; None without any evaluation."""
     records = data.counted_evaluations()
     if not records:
         return None

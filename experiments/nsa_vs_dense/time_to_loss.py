@@ -63,7 +63,7 @@ def loss_points(run: StudyRun) -> list[LossPoint]:
 
 
 def seconds_to(points: list[LossPoint], target: float) -> float:
-    """By linear interpolation between the two evaluations around the first that has the target."""
+    """Interpolate linearly between the two evaluations around the first that has the target."""
     for before, after in pairwise(points):
         if after.loss <= target:
             share = (before.loss - target) / (before.loss - after.loss)

@@ -34,7 +34,7 @@ class MachineCode(KernelResources):
 
 
 def compile_target(gpu: GpuArchitecture) -> GPUTarget:
-    """As `triton.compile` takes it, for a GPU that need not be here."""
+    """Return the target of `triton.compile` for a GPU, which need not be present."""
     return GPUTarget(gpu.backend, gpu.arch, gpu.warp_size)
 
 

@@ -96,7 +96,7 @@ def _model_step(settings: Path, gpu: GpuModel) -> Iterator[str]:
 
 
 def _print_fitting(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """All columns, or the first ones where a terminal is too narrow for the rest."""
+    """Print all columns, or the first ones where a terminal is too narrow for the rest."""
     shown = len(columns) if console.width >= 110 else reports.NARROW[columns]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for index, name in enumerate(columns[:shown]):

@@ -71,7 +71,7 @@ class FindingLog:
         return len(self._by_place)
 
     def take(self) -> list[Finding]:
-        """Every finding so far; the log is empty afterwards."""
+        """Return every finding so far and empty the log."""
         findings = list(self)
         self._by_place.clear()
         return findings

@@ -264,7 +264,7 @@ class SharedMemory:
         self._committed = self._committed + (1 if mask is None else mask.astype(np.int32))
 
     def wait(self, at: Instruction, mask: Array | None, newest: int) -> None:
-        """Until at most the `newest` groups of each thread are still in flight."""
+        """Wait until at most the `newest` groups of each thread are still in flight."""
         done = np.maximum(self._completed, self._committed - newest)
         self._completed = done if mask is None else np.where(mask, done, self._completed)
         left = []

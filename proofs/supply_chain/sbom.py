@@ -55,7 +55,7 @@ def _component(
 
 
 def as_json(bom: Bom) -> str:
-    """Without time and random number, which CycloneDX does not require."""
+    """Encode without time and random number, which CycloneDX does not require."""
     document = json.loads(JsonV1Dot6(bom).output_as_string())
     document.pop("serialNumber", None)
     document["metadata"].pop("timestamp", None)

@@ -118,7 +118,7 @@ def _with_server(block: Block) -> str:
 
 
 def unknown_words(words: list[str]) -> str | None:
-    """What of a command, given by the words after `nsa`, does not exist; None if all of it does."""
+    """Return the part of a command (the words after `nsa`) that does not exist; None if all of it does."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
         if not words:

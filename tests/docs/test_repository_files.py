@@ -42,7 +42,7 @@ def test_there_are_workflows_for_checks_docs_wheel_and_publishing():
 
 
 def test_the_site_of_the_workflow_links_to_the_repository():
-    """Only variables that docs/conf.py reads, so that a renamed one is noticed."""
+    """Sets only variables that docs/conf.py reads, so that a renamed one is noticed."""
     (build,) = [step for workflow in WORKFLOWS for step in steps(workflow) if "sphinx-build" in step.get("run", "")]
     assert list(build["env"]) == ["DOCS_REPOSITORY_URL"]
     assert 'os.environ.get("DOCS_REPOSITORY_URL"' in (ROOT / "docs/conf.py").read_text()

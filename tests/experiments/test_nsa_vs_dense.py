@@ -38,7 +38,7 @@ def test_no_two_variants_have_the_same_settings():
 
 
 def forked(command, *, check, stdout, env=os.environ, stderr=None):
-    """In place of subprocess.run: the same command without a new import of torch."""
+    """Replace subprocess.run: run the same command without a new import of torch."""
     assert (command[0], stderr) in ((sys.executable, None), (sys.executable, subprocess.STDOUT))
     out = None if stdout == subprocess.DEVNULL else stdout
     done = fork_server.start(command[1:], cwd=Path.cwd(), env=env, stdout=out, stderr=out).wait(timeout=300)

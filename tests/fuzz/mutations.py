@@ -116,7 +116,7 @@ def _is_list(node: Any) -> bool:
 
 
 def json_bytes(value: Any) -> bytes:
-    """As JSON, with NaN and lone surrogates: readers must expect both."""
+    """Encode as JSON, with NaN and lone surrogates: readers must expect both."""
     return json.dumps(value).encode()
 
 

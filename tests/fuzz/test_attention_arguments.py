@@ -154,7 +154,7 @@ CACHE_STEPS = st.lists(
 
 
 def test_cache_arguments(fuzz: FuzzCampaign) -> None:
-    """Whatever a cache is asked to do, it does it or changes nothing; its rows are those of a fresh forward pass."""
+    """A cache does what it is asked to or changes nothing; its rows are those of a fresh forward pass."""
     torch.manual_seed(0)
     module = NSAAttention(**attention_args("tiny")).eval()
     with torch.no_grad():

@@ -115,7 +115,7 @@ def calls(name: str, *, by_day: bool) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What commands read, without damage, and a pipe that nobody writes to."""
+    """Undamaged inputs of commands, and a pipe without a writer."""
     root = tmp_path_factory.mktemp("sound")
     write_config(root)
     copy_run(root / "run")

@@ -33,7 +33,7 @@ def read_all(source: DocumentSource) -> None:
 
 
 def test_html_pages(fuzz: FuzzCampaign, tmp_path: Path) -> None:
-    """Every page is text of at most the length that it has."""
+    """Every page is read as text that is at most as long as the page."""
     from nsa_train.data.source.text import html_text
 
     path = tmp_path / "page.html"

@@ -115,7 +115,8 @@ def _canonical(raw: bytes) -> bytes:
 
 
 def test_shards(fuzz: FuzzCampaign, prepared: tuple[Path, dict[str, bytes]]) -> None:
-    """What is read of a damaged set is what was written, and `nsa data verify` names exactly the damaged files."""
+    """Data that is read from a damaged set is what was written, and `nsa data verify` names exactly the damaged
+    files."""
     folder, files = prepared
     place = StorageFolder(str(folder))
     manifest = _parse_manifest(files[MANIFEST_NAME], "m")

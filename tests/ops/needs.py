@@ -1,4 +1,4 @@
-"""What tests of this folder need from the machine: Debian packages (.ci/apt-packages.txt) and, for daemons, root."""
+"""Requirements of the tests of this folder: Debian packages (.ci/apt-packages.txt) and, for daemons, root."""
 
 import os
 import shutil

@@ -118,7 +118,7 @@ class SlurmCluster:
         return self._daemons[-1]
 
     def ask(self, name: str, *words: str) -> str:
-        """What a Slurm command prints; nothing if the controller does not answer yet."""
+        """Run a Slurm command and return its output; empty if the controller does not answer yet."""
         command = [self._binaries[name], *words]
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=30).stdout.strip()
 

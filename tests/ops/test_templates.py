@@ -1,4 +1,4 @@
-"""What cannot run here is held to its schema, to itself and to our commands; all shell to bash and shellcheck."""
+"""Templates that cannot run here are checked against schemas, each other and our commands; all shell by shellcheck."""
 
 import re
 import subprocess
@@ -116,7 +116,7 @@ TASK_SHAPE = {
 
 
 def misfits(value, shape, at=""):
-    """Where a document does not have the shape: unknown fields, wrong types, words that do not exist."""
+    """Yield where a document does not have the shape: unknown fields, wrong types, words that do not exist."""
     if isinstance(shape, dict):
         if not isinstance(value, dict):
             return [f"{at} is no mapping"]

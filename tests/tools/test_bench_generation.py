@@ -1,4 +1,4 @@
-"""Each measurement runs and gives figures; what they are is for a quiet machine."""
+"""Each measurement runs and gives figures; their values are not checked."""
 
 import json
 

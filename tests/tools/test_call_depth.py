@@ -1,4 +1,4 @@
-"""How many functions of ours stand between a layer and its kernels."""
+"""Number of Python functions between a layer and its kernels."""
 
 import os
 import subprocess

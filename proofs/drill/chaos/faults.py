@@ -53,7 +53,7 @@ class FaultStage:
             yield
 
     def until_named(self) -> Iterator[None]:
-        """Until the fault was reported, or its limit has passed, which the verdict reports."""
+        """Wait until the fault was reported, or its limit has passed, which the verdict reports."""
         limit_s = PROFILES[self.planned.fault].named_within_s
         while self.played is None or (self.played.named_at is None and time.monotonic() < self._began + limit_s):
             yield

@@ -35,7 +35,8 @@ class ScriptedOperator:
         return all(self._ended.get(place, (1, 0.0))[0] == ExitCode.DONE for place in self._cluster.places)
 
     def act(self, *, may_start: Callable[[], bool]) -> None:
-        """One look around. `may_start`: whether the faults so far have been reported and the disk has room."""
+        """Act once on the state of the run. `may_start`: whether the faults so far have been reported and the disk
+        has room."""
         for place, launcher in self._cluster.launchers.items():
             if place not in self._ended and not launcher.running:
                 code = launcher.wait()

@@ -153,7 +153,7 @@ def reordering_by_rows_that_are_none(rows: list[int]) -> None:
 
 @attack(-HUGE, HUGE, 7)
 def cropping_far_and_decoding(length: int) -> bool:
-    """To nothing, not at all, or refused: the rings have lost tokens."""
+    """Crop to nothing, not at all, or be refused: the rings have lost tokens."""
     module = make()
     cache = filled(module, 2)
     cache.crop(length)

@@ -1,4 +1,4 @@
-"""What must hold of the module whatever computes it."""
+"""Properties of the module that hold for every backend."""
 
 import warnings
 

@@ -66,7 +66,7 @@ def exported(module, example, name):
     ],
 )
 def test_a_layer_is_exported_with_a_dynamic_length(kind, geometry, phi):
-    """From 2 l + d tokens on: fewer have no two compressed blocks that share no token, which is another graph."""
+    """Holds from 2 l + d tokens on: fewer have no two compressed blocks that share no token, which is another graph."""
     torch.manual_seed(0)
     module = NSAAttention(**attention_args(geometry, kv="shared", phi=phi), kind=kind)
     shortest = 2 * GEOMETRIES[geometry]["l"] + GEOMETRIES[geometry]["d"]

@@ -12,7 +12,7 @@ LENGTH = 61
 
 
 class Additions(TorchDispatchMode):
-    """How often one addition adds to the same row, at most."""
+    """Counts how often one addition adds to the same row, at most."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def test_gates_are_broadcast():
 @pytest.mark.parametrize("backend", RUN_HERE)
 @pytest.mark.parametrize("cu", [[0, 5, 40, 40, 41, 2 * S], [0, 2 * S]], ids=str)
 def test_packed_documents_equal_separate_ones(backend, cu):
-    """In every function; documents may cross the rows of the batch."""
+    """Covers every function; documents may cross the rows of the batch."""
     q, k, v, gates = tensors(torch.float32)
     options = dict(geometry=TINY, kernels=backend)
     cu_seqlens = torch.tensor(cu, dtype=torch.int32)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @functools.cache
 def outcomes() -> dict[str, str]:
-    """What came of every attack; one that killed the process is followed by the rest in a new one."""
+    """Outcome of every attack; one that killed the process is followed by the rest in a new one."""
     outcome_of: dict[str, str] = {}
     while len(outcome_of) < len(ATTACKS):
         command = [sys.executable, "-m", "tests.nsa.core.hostile_arguments", str(len(outcome_of))]

@@ -97,7 +97,7 @@ def test_rows_of_different_lengths_equal_each_row_alone(geometry):
 
 
 def test_a_copied_cache_is_independent():
-    """As in beam search. What was prepared for the first cache's tensors must not be used for the copy's."""
+    """Copies as beam search does: preparations for the tensors of the first cache must not be used for the copy."""
     module = make(**attention_args("tiny"))
     x = torch.randn(2, 60, 24)
     cache = module.new_cache(2, 60)
@@ -213,7 +213,8 @@ def test_a_reset_cache_equals_a_new_one(changes, backend):
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "portable"])
 def test_reordered_rows_continue_their_sequences(changes, backend):
-    """As in beam search: rows of different lengths, one of them twice, between steps of a prepared decoder."""
+    """Reorders as beam search does: rows of different lengths, one of them twice, between steps of a prepared
+    decoder."""
     module = make(**attention_args("tiny", **changes), kernels=backend)
     lengths, order = torch.tensor([50, 9, 31]), [2, 0, 2]
     x = torch.randn(3, 90, 24)
@@ -279,7 +280,7 @@ def test_speculative_decoding_removes_rejected_tokens(backend, geometry, changes
 @pytest.mark.parametrize("length", [0, 5, 100, 159])
 @pytest.mark.parametrize("phi", PHIS)
 def test_shared_keys_can_be_cropped_to_any_length_without_copies(length, phi):
-    """With rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
+    """Uses rope_compressed=before; after it, the compressed branch's keys are in a ring of their own."""
     module = make(**attention_args("tiny", kv="shared", phi=phi))
     x = torch.randn(1, 200, 24)
     cache = module.new_cache(1, 200)

@@ -81,7 +81,7 @@ def test_the_first_inexact_position_is_the_covered_length(backend):
 
 
 def test_on_a_device_whose_values_the_host_does_not_read(monkeypatch):
-    """As the portable kernels run on a GPU, at lengths where no query, and where some, have blocks to choose from."""
+    """Runs the portable kernels as on a GPU, at lengths where no query, and where some, have blocks to choose from."""
     module, exact = layer(kernels="portable"), layer(kernels="reference")
     monkeypatch.setattr(chunk, "READABLE_DEVICES", ())
     for length in (5, 90):

@@ -183,7 +183,7 @@ def test_forked_rows_share_their_pages_until_they_diverge(pages):
 
 @pytest.mark.parametrize("pages", [None, 30])
 def test_grown_and_picked_caches_of_reordered_rows_continue(pages):
-    """Their pages are in any order and shared; a pool stays a pool."""
+    """Pages of such rows are in any order and shared; a cache with a pool keeps its pool."""
     module = make()
     x = torch.randn(3, 60, 24)
     with torch.no_grad():

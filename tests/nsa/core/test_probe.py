@@ -145,7 +145,7 @@ def test_predicted_and_counted_reads_agree_whole_packed_and_cached(geometry):
 
 
 def test_keys_that_get_gradient_are_the_keys_counted():
-    """What a query really reads, observed: the tokens of each branch's stream that its output moves with."""
+    """Observes what a query reads: the tokens of each branch's stream that its output depends on."""
     module = NSAAttention(**attention_args("tiny", (1, 1), d_k=4, d_v=4))
     g = module.geometry
     for t in (0, 3, 7, 20, 47, 99):

@@ -104,7 +104,7 @@ class Case:
         return module, rows
 
     def _highest_score(self, module: NSAAttention, rows: list[Tensor]) -> float:
-        """No score of a query and a key is above it, by their lengths."""
+        """Upper bound of the score of a query and a key, from their lengths."""
         x = torch.cat(rows)[None]
         q, streams = module.project(x, module.locate(x).tables)
         keys = [k for k in (streams.k_cmp, streams.k_sel, streams.k_win) if k.numel()]
@@ -163,7 +163,7 @@ class Case:
 
 
 def decided(gaps: list[list[float]], limit: float, ties: bool) -> np.ndarray:
-    """Which tokens choose their blocks by more than rounding, or, with `ties`, among equals."""
+    """Return which tokens choose their blocks by more than rounding, or, with `ties`, among equals."""
     return np.array([all(gap > limit or (ties and gap == 0) for gap in of_token) for of_token in gaps], dtype=bool)
 
 

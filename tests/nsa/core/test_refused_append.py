@@ -22,7 +22,7 @@ def module_of(kind, kv, backend):
 
 
 def state(cache):
-    """All that a cache holds but for the spare slots, which are never read."""
+    """Content of a cache without the spare slots, which are never read."""
     table = cache.page_table
     slots = []
     for x in cache._all_slots():

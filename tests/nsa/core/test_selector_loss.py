@@ -81,7 +81,7 @@ def loss_of(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> torch.Tensor
 
 
 def gradients(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the selector loss alone adds to the gradients: with it minus without it."""
+    """Gradients of the selector loss alone: with it minus without it."""
     passes = []
     for weight in (1.0, 0.0):
         layer.selector_loss = layer.selector_weight = weight

@@ -96,7 +96,7 @@ def test_value_and_gradient_are_those_of_dense_attention(shape, kind, options, p
 
 
 def gradients(layer: NSAAttention, x_BSD: torch.Tensor, **options) -> dict[str, torch.Tensor]:
-    """What the selector loss alone adds to the gradients: with it minus without it."""
+    """Gradients of the selector loss alone: with it minus without it."""
     passes = []
     for weight in (1.0, 0.0):
         layer.selector_loss = layer.selector_weight = weight

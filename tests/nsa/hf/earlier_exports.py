@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def record() -> dict[str, Any]:
-    """What was recorded about the cases, by name, about the training run and about the machine."""
+    """Read what was recorded about the cases, by name, about the training run and about the machine."""
     recorded: dict[str, Any] = json.loads((FIXTURES / "earlier_exports.json").read_text())
     return recorded
 
@@ -75,5 +75,5 @@ def tokens(vocab_size: int) -> Tensor:
 
 
 def this_machine() -> dict[str, str]:
-    """What the last bits of a matrix product depend on."""
+    """Describe what the last bits of a matrix product depend on."""
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}

@@ -214,7 +214,7 @@ def _mapped_to_disk(model, folder):
 
 
 def _packed(dtype):
-    """As bitsandbytes keeps a weight; its own kernels compute the layer."""
+    """Store a weight as bitsandbytes does; its own kernels compute the layer."""
 
     def load(model, folder):
         for layer in model.model.layers:

@@ -117,7 +117,7 @@ def _makes_rotations() -> bool:
 
 
 def _inside(func: Any, args: tuple[Any, ...]) -> Any:
-    """What the custom operator runs on real tensors."""
+    """Find the function that the custom operator runs on real tensors."""
     if func.__name__ == "attend.default":
         q, k, v, idx, pos, start, branch, sizes, scale, _ = args
         return portable.attend_forward(BranchInputs(branch, q, k, v, idx, pos, start, Geometry.from_ints(sizes), scale))
@@ -139,8 +139,8 @@ def _is_atomic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs
 
 @contextmanager
 def recorded_on_meta() -> Iterator[RecordedOperations]:
-    """For what needs autograd, which in a CPU build of torch aborts for fake CUDA tensors: meta tensors have no values
-    either, and are not on the CPU."""
+    """Record code that needs autograd, which in a CPU build of torch aborts for fake CUDA tensors: meta tensors have
+    no values either, and are not on the CPU."""
     with RecordedOperations() as recorded:
         yield recorded
 

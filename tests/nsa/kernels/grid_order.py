@@ -28,7 +28,8 @@ ORDERS: dict[str, Order] = {"backwards": backwards, "shuffled": shuffled}
 
 @contextmanager
 def programs_run(order: Order) -> Iterator[list[int]]:
-    """Every kernel launched inside runs so. Yields the programs run, so that a test can see that some were."""
+    """Run every kernel launched inside in this order. Yields the programs run, so that a test can see that some
+    were."""
     if (driver := emulator()) is not None:
         before, driver.order, driver.ran = driver.order, order, []
         try:

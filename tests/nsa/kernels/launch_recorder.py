@@ -39,7 +39,7 @@ class RecordedLaunch:
 
     @property
     def key(self) -> str:
-        """What the compiled kernel is looked up by."""
+        """Key by which the compiled kernel is looked up."""
         return f"{self.special} {self.options}"
 
 

@@ -196,7 +196,7 @@ def test_python_threads_that_call_at_once(dtype, request):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_known_attack(name, request):
-    """Those of test_hostile_arguments.py, which checks their outcomes; here it is what they touch."""
+    """Runs the attacks of test_hostile_arguments.py, which checks their outcomes; here memory accesses are checked."""
     few = request.config.getoption("--sanitizer-short", default=True) and "overflow" not in name
     if few and sorted(ATTACKS).index(name) % 4:
         pytest.skip("one of four in the short set")

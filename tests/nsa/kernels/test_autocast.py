@@ -51,7 +51,7 @@ def select(case, functions):
 @pytest.mark.parametrize("branch", ATTENTION)
 @pytest.mark.parametrize("backward_only", [False, True])
 def test_autocast_changes_nothing(backend, device, branch, backward_only):
-    """To the bit; but one GPU backend adds gradients of keys in any order."""
+    """Compares bit by bit, except where a GPU backend adds gradients of keys in any order."""
     functions, case = BACKENDS[backend].functions, large_case(device)
     want = case.out_and_gradients(functions, branch)
     with nullcontext() if backward_only else autocast(device):

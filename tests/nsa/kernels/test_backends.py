@@ -76,7 +76,7 @@ class Case:
         return [out, *torch.autograd.grad((out * self.weight_of(out)).sum(), (q, k, v))]
 
     def weight_of(self, out):
-        """What a test multiplies an output by before summing it: the same for every backend and dtype."""
+        """Weight by which a test multiplies an output before summing it: the same for every backend and dtype."""
         return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
 
     def to(self, device):
@@ -147,7 +147,7 @@ def test_half_precision_error_is_at_most_twice_plain_pytorchs(backend, branch, d
 
 
 def visible_keys(case: Case, branch: str) -> torch.Tensor:
-    """What each query sees, read off the reference: the keys its output moves with."""
+    """Find what each query sees: the keys that its output of the reference depends on."""
     q, k, v = case.inputs(branch, torch.float64)
     n_keys = v.shape[1]
     one_hot = torch.eye(n_keys, dtype=torch.float64)[None, :, None].expand(v.shape[0], -1, v.shape[2], -1)

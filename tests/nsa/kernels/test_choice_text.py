@@ -1,4 +1,4 @@
-"""What a user reads about the chosen backends."""
+"""Text for users about the chosen backends."""
 
 from nsa.kernels.choice_text import kernels_text, reason_text, slow_kernels_warning
 from nsa.kernels.registry import BRANCHES, BackendChoice, PassedOver

@@ -108,7 +108,7 @@ def test_branch_and_selection_in_one_pass_are_those_of_two(isa, layout, geometry
 
 @pytest.mark.parametrize("kinds", [None, 1, 2], ids=["all differ", "all tie", "two kinds of keys"])
 def test_the_choice_among_many_blocks_is_exact(isa, kinds):
-    """More blocks than are compared one by one; where keys repeat, most blocks tie and the lower index wins."""
+    """Uses more blocks than are compared one by one; where keys repeat, most blocks tie and the lower index wins."""
     inputs = Inputs((3, 16, 16), torch.float32, n=1500, geometry="tiny", layout="plain")
     kc = inputs.kc
     if kinds:

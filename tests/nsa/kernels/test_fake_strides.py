@@ -59,7 +59,7 @@ def chosen(branch: str) -> Tensor | None:
 
 
 def branch_inputs(branch: str, layout: str) -> tuple[Tensor | None, ...]:
-    """As `nsa::attend` takes them."""
+    """Return the arguments of `nsa::attend` for a branch."""
     return rows(layout)[0], *keys(branch, layout), chosen(branch), POS, FIRST if branch == "compressed" else START
 
 

@@ -60,7 +60,7 @@ def test_every_pair_of_sizes_occurs():
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    """So that a window of keys that all queries chose is cut into several pieces, the last one shorter."""
+    """Shrink pieces so that a window of keys that all queries chose is cut into several, the last one shorter."""
     monkeypatch.setattr(block_index, "PIECE", 20)
 
 
@@ -81,7 +81,8 @@ def told(value) -> str:
 
 
 def assert_as_the_reference(call: KernelCall, branch: str) -> None:
-    """In fp32 within 1e-5; in half precision within twice the error of PyTorch's operators on the same formula."""
+    """Require in fp32 an error of at most 1e-5; in half precision within twice the error of PyTorch's operators on
+    the same formula."""
     truth = call.truth(branch)
     ours = [relative_rms(x, y) for x, y in zip(call.by_kernel("triton", branch, CPU), truth, strict=True)]
     if call.dtype == torch.float32:
@@ -143,7 +144,7 @@ def test_outputs_and_gradients_are_the_references(heads, widths, dtype, geometry
 
 @interpreted
 def test_long_rows_are_taken_in_spans(monkeypatch):
-    """What queries get from their blocks waits in memory: as much as is allowed, whatever the length."""
+    """Results of queries for their blocks wait in memory, up to a limit that does not depend on the length."""
     monkeypatch.setattr(selected, "SLOT_BYTES", 1)
     monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
     taken = []
@@ -195,8 +196,8 @@ def test_slots_are_what_is_reckoned_before_a_run():
     ids=told,
 )
 def test_the_choice_of_blocks_is_the_references(heads, widths, dtype, geometry, packed):
-    """More blocks than may be chosen, three of which are forced; by either way to the log-sum-exp they need. Of 20,
-    which is more than 16 and no power of two."""
+    """Uses more blocks than may be chosen, three of which are forced; by either way to the log-sum-exp they need. Of
+    20, which is more than 16 and no power of two."""
     call = call_of(heads, widths, dtype, geometry, packed, length=61)
     q, (k, v), where = call.q_BSGRK, call.compressed, (call.layout.pos_BS, call.layout.first_BS)
     if dtype == torch.float32:

@@ -39,7 +39,7 @@ def choices(pos: torch.Tensor, n_sel: int, seed: int = 0) -> torch.Tensor:
 
 
 def readers(idx: torch.Tensor, pos: torch.Tensor, start: torch.Tensor, n_keys: int) -> list[list[tuple[int, int]]]:
-    """For each (batch, group, window): (pair, first key of its block), across entries first, then by query."""
+    """Return for each (batch, group, window): (pair, first key of its block), across entries first, then by query."""
     B, S, G, N = idx.shape
     n_windows = -(-n_keys // L)
     entries_by_window: list[list[tuple[bool, int, int]]] = [[] for _ in range(B * G * n_windows)]

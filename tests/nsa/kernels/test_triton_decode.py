@@ -191,7 +191,8 @@ def test_same_bits_alone_in_a_batch_and_in_a_larger_cache():
 @interpreted
 @pytest.mark.parametrize("states", [1, 2, 8, 24])
 def test_same_bits_from_pages_in_any_order(states):
-    """As vLLM has them: every stream in blocks of its own table, which hold tokens at their positions, no rings."""
+    """Lays pages out as vLLM does: every stream in blocks of its own table, which hold tokens at their positions, no
+    rings."""
     step = Step([20, 140, 3])
     want = step.decode()
     assert_same(step.decode(scattered(states)), want)
@@ -247,7 +248,8 @@ class Recorded:
 
 
 def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
-    """What a CUDA graph needs: on tensors without data nothing can be read back, and every launch is decided anyway."""
+    """Checks what a CUDA graph needs: on tensors without data nothing can be read back, and every launch is decided
+    anyway."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):

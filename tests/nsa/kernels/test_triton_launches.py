@@ -1,4 +1,4 @@
-"""What a layer launches on a GPU, and what it must not do between launches, shown on fake CUDA tensors.
+"""Launches of a layer on a GPU, and operations that are forbidden between them, on fake CUDA tensors.
 
 Kernels are recorded, not run. Torch operations that copy or compute count as launches; views and allocations do not.
 """
@@ -158,7 +158,7 @@ class AttentionLayer(NamedTuple):
 
 @pytest.mark.parametrize(("length", "packed"), [(2048, True), (8192, True), (5000, False)])
 def test_launches_of_a_layer(length, packed):
-    """No torch operation beside them: every one of these would be a launch, too."""
+    """Allows no torch operation beside them: each would be a launch, too."""
     with fake_tensors():
         layer, forward, backward = AttentionLayer.fake(length, packed=packed), FakeGpu(), FakeGpu()
         with forward.run():

@@ -34,7 +34,7 @@ TAKES = {TABLE: 2.0, SLOW: 3.0, FAST: 1.0, SPILLS: 0.1}
 
 
 class Kernel:
-    """As `triton.jit` makes them: `kernel[grid](…)` runs it, `warmup` only compiles."""
+    """Kernel as `triton.jit` returns it: `kernel[grid](…)` runs it, `warmup` only compiles."""
 
     def __init__(self, takes: dict[TileSizes, float]) -> None:
         self.takes, self.ran, self.clock = takes, [], 0.0
@@ -205,7 +205,7 @@ def tuning_on():
 
 
 class OnGpu:
-    """What `tuned` asks of a tensor, from one that says it is on a GPU."""
+    """Tensor that says it is on a GPU, with what `tuned` asks of one."""
 
     shape, device = (1, 4096, 2, 6, 64), torch.device("cuda")
 
@@ -215,7 +215,7 @@ class OnGpu:
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    """One on which the fourth candidate is fastest."""
+    """Pretended GPU on which the fourth candidate is fastest."""
     tiles = (choose("range_forward", 64), *candidates("range_forward"))
     bench = Bench(tmp_path, dict.fromkeys(tiles, 1.0) | {tiles[4]: 0.5})
     monkeypatch.setattr(autotune, "_tuner", lambda name: bench.tuner)
@@ -230,7 +230,7 @@ def test_tuning_is_off_by_default(gpu):
 
 
 def test_without_a_gpu_nothing_is_timed(gpu, tuning_on):
-    """As under the interpreter, whose one configuration is the table's."""
+    """Covers the interpreter, whose one configuration is the table's."""
     run(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare))
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 

@@ -40,7 +40,7 @@ def run(**sections) -> RunConfig:
 
 
 def model_of(config: RunConfig, seed: int = 0) -> NSATransformer:
-    """In fp64, with norms and biases that change something."""
+    """Build a model in fp64, with norms and biases that have an effect."""
     torch.manual_seed(seed)
     model = build_model(config, VOCAB).double().eval()
     with torch.no_grad():

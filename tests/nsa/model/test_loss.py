@@ -45,7 +45,7 @@ def large_logits(device="cpu"):
 
 
 def assert_exact(x, weight, labels):
-    """No error but the last rounding, that of the gradients to their dtype."""
+    """Require no error but the last rounding, that of the gradients to their dtype."""
     loss = linear_cross_entropy(x, weight, labels)
     assert loss.dtype == torch.float32
     want, *gradients = exact_loss(x, weight, labels)

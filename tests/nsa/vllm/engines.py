@@ -64,7 +64,7 @@ def export_small_model(folder: Path, **options: Any) -> NSAForCausalLM:
 
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[LLM]:
-    """In this process; everything of it is gone afterwards."""
+    """Run an engine in this process and remove everything of it afterwards."""
     settings: dict[str, Any] = dict(
         dtype="float32",
         enforce_eager=True,

@@ -79,7 +79,7 @@ def served(tmp_path_factory) -> Iterator[tuple]:
 
 
 def answers_at_random_times(server: VllmServer, prompts: list[list[int]], spread_s: float) -> list[list[int]]:
-    """Each request is sent at a random moment, whatever the others do."""
+    """Send each request at a random moment, independent of the others."""
     generator = random.Random(0)
     delays = [generator.uniform(0, spread_s) for _ in prompts]
 

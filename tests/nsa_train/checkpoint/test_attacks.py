@@ -46,7 +46,7 @@ def commit(step: Path) -> None:
 
 
 def refused(step: Path, tmp_path: Path) -> None:
-    """By every way to use a checkpoint."""
+    """Require that every way to use a checkpoint refuses it."""
     for use in (
         lambda: require_trustworthy(step),
         lambda: checkpointer(step.parent, allow_foreign=True).load(step, Module(seed=1)),
@@ -62,7 +62,7 @@ def engine_index(step: Path):
 
 
 def write_older_index(step: Path, content: bytes) -> None:
-    """As earlier versions wrote it, which had the pickle alone."""
+    """Write the index as earlier versions did, which had the pickle alone."""
     (step / INDEX).unlink()
     (step / PICKLED_INDEX).write_bytes(content)
 
@@ -199,7 +199,7 @@ def test_an_index_that_contradicts_the_files_is_refused(root, tmp_path, change):
 
 
 def test_only_a_full_check_reads_the_pickle_beside_the_index(root, tmp_path):
-    """It stays for other readers of DCP, which execute it."""
+    """The pickle stays for other readers of DCP, which execute it."""
     step, canary = root / "checkpoints/step2", tmp_path / "canary"
     (step / PICKLED_INDEX).write_bytes(pickle.dumps(Bomb(canary)))
     commit(step)
@@ -253,7 +253,7 @@ def hostile_index(step: Path, bomb: Bomb) -> bytes:
 
 
 def hostile_pieces(step: Path, bomb: Bomb) -> bytes:
-    """Every piece becomes the bomb, in a file of the same length."""
+    """Replace every piece by the bomb, in a file of the same length."""
     content = bytearray((step / PIECES).read_bytes())
     torch.save(bomb, step.parent / "bomb.pt")
     planted = (step.parent / "bomb.pt").read_bytes()
@@ -290,7 +290,7 @@ def test_a_file_swapped_after_the_verification_is_not_loaded(signed_run, root, t
 @pytest.mark.parametrize("swap", [replace, overwrite])
 @pytest.mark.parametrize("name", [INDEX, PIECES, RANK, "state.json"])
 def test_bytes_changed_after_the_verification_are_refused(root, name, swap):
-    """Without any code in them: other weights, another step, another record."""
+    """Changes data without any code: other weights, another step, another record."""
     step = root / "checkpoints/step2"
     maker = checkpointer(root / "checkpoints", key_file=str(root / "key"))
     assert maker.find_resumable(root / "checkpoints").path == step

@@ -269,7 +269,7 @@ def test_an_asynchronous_save_commits_when_it_is_written_and_not_before(folder):
 
 
 class NotAnException(BaseException):
-    """As DCP's CheckpointException is."""
+    """Error that is no `Exception`, as DCP's CheckpointException."""
 
 
 def test_an_asynchronous_save_that_failed_is_not_committed(folder):

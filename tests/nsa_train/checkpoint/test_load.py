@@ -36,7 +36,7 @@ def commit_now(checkpoint: Path) -> None:
 
 
 def commit_as_the_first_format(checkpoint: Path) -> None:
-    """As 0.x wrote it: one hash per file."""
+    """Write a manifest as 0.x did: one hash per file."""
     names = ["model_and_optim/__0_0.distcp", "model_and_optim/__1_0.distcp", "state.json"]
     files = {
         name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}

@@ -60,7 +60,7 @@ def test_the_lock_of_a_dead_process_is_taken_over_and_its_death_reported(tmp_pat
 
 
 def test_waiting_for_the_lock_ends_when_its_holder_dies(tmp_path, other, monkeypatch):
-    """It dies when the lock was tried three times."""
+    """The holder dies when the lock was tried three times."""
     sleep, pauses = time.sleep, []
 
     def kill_at_the_third(seconds: float) -> None:

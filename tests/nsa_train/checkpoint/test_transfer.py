@@ -276,7 +276,7 @@ def plant_in_a_rank_file(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [plant_code, plant_a_file, plant_in_a_rank_file])
 def test_what_would_not_load_never_reaches_the_run_folder(client, folder, other, change):
-    """With a manifest that fits it was taken in as the newest, and every later resume found it and failed."""
+    """A checkpoint with a fitting manifest was accepted as the newest, and every later resume found it and failed."""
     push(folder.step_path(1), URL)
     hostile(folder, 2, change)
     push(folder.step_path(2), URL)

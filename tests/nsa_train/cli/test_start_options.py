@@ -45,7 +45,7 @@ def invoke(command: str, *words: str) -> None:
 
 @pytest.fixture
 def arrived(monkeypatch):
-    """What reaches the run and the launcher, which do not start."""
+    """Options that reach the run and the launcher, which do not start."""
     seen = {}
     monkeypatch.setattr(
         "nsa_train.train.run.train", lambda config, options, reporter, importer: seen.update(run=options) or 0
@@ -75,7 +75,7 @@ def test_from_the_command_line_of_train_to_the_run(name, arrived):
 
 
 def rank_options(arrived, restart: bool = False) -> StartOptions:
-    """What the ranks of a launched run get, by the arguments that the launcher adds to their command."""
+    """Options of the ranks of a launched run, by the arguments that the launcher adds to their command."""
     settings = arrived.pop("settings")
     start = settings.start.for_restart() if restart else settings.start
     assert settings.command[:4] == [sys.executable, "-m", "nsa_train.cli", "train"]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def openmp_settings(**environ: str) -> str:
-    """What OpenMP's runtime says it uses, when a command loads it together with torch."""
+    """Settings that OpenMP's runtime reports when a command loads it together with torch."""
     clean = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     code = "import sys; sys.argv = ['nsa', '--version']\nfrom nsa_train.cli.main import main\ntry: main()\n"
     code += "except SystemExit: import torch"

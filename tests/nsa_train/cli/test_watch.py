@@ -25,7 +25,7 @@ CONFIG = {"train": {"steps": 50_000, "log_every": 1, "save_every": 200}, "nsa": 
 
 
 def write(folder, recording: Recording, *, end: float | None = None, host: str = "another"):
-    """As a run would have written it, if it were evaluated now (or at `end`)."""
+    """Write a run folder as a run would have, if it were evaluated now (or at `end`)."""
     shift = (time.time() if end is None else end) - recording.end
     for rank, beats in recording.beats.items():
         lines = JsonLines(folder / names.heartbeat(rank))

@@ -1,4 +1,4 @@
-"""Whatever a config file contains, it is used or refused with a message: never a traceback, and never for long.
+"""Config files of any content are used or refused with a message, without a traceback and in bounded time.
 
 `tests/fuzz/test_settings.py` changes the shipped files at random; these files are too large for its corpus.
 """

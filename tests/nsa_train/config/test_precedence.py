@@ -1,4 +1,4 @@
-"""Which layer wins, and that every value says where it came from."""
+"""Precedence of the layers of settings, and the origin of every value."""
 
 from pathlib import Path
 

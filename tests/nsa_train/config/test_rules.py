@@ -1,4 +1,4 @@
-"""What must hold between settings, and that a config cannot change once made."""
+"""Rules between settings; a config cannot change once it is built."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""Every config in the repository loads, says what it is for, and keeps its promises."""
+"""Every config in the repository loads, states its purpose, and has the settings that its header names."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a config file may contain, and what a reader is told when it contains something else."""
+"""Content that a config file may have, and the messages for any other content."""
 
 import pytest
 

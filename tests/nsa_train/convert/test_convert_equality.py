@@ -62,7 +62,7 @@ def test_beyond_the_covered_length_a_query_reads_less(mix, tmp_path):
 
 
 def test_far_positions_have_the_angles_of_transformers(tmp_path):
-    """With angles in fp64 these logits differ by 3e-4."""
+    """Angles in fp64 would change these logits by 3e-4."""
     dense, model, _ = converted_model(tmp_path, "mistral sliding", OPTIONS)
     assert off_by(model, dense, token_ids(3000)).max() <= TOLERANCE
 

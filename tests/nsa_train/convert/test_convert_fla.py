@@ -86,8 +86,9 @@ def attended(q_K: Tensor, k_TK: Tensor, v_TV: Tensor) -> Tensor:
 
 
 def fla_attention(x_SD: Tensor, own: Mapping[str, Tensor]) -> Tensor:
-    """One query at a time: complete blocks pooled by the mean; the first and the two nearest blocks and the ones with
-    the largest sum of compressed probabilities over the heads of the group; the window; three sigmoid gates."""
+    """Compute one query at a time: complete blocks pooled by the mean; the first and the two nearest blocks and the
+    ones with the largest sum of compressed probabilities over the heads of the group; the window; three sigmoid
+    gates."""
 
     def projected(name: str) -> Tensor:
         projection_SD = F.linear(x_SD, own[f"attn.{name}_proj.weight"], own[f"attn.{name}_proj.bias"])

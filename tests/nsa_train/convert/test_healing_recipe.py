@@ -127,7 +127,8 @@ def test_without_new_parameters_there_is_no_warm_up(tmp_path):
 
 
 def test_lora_heals_a_converted_folder_and_goes_back_to_the_dense_format(tmp_path):
-    """As docs/TRANSFORMERS.md shows it for an exported folder. φ is frozen with everything else but the adapters."""
+    """Follows docs/TRANSFORMERS.md, which shows it for an exported folder. φ is frozen with everything else but the
+    adapters."""
     import peft
     from transformers import AutoModelForCausalLM
 

@@ -43,7 +43,7 @@ def _calm(kind: str, source: str) -> list[tuple[object, object]]:
 
 
 def _seen(folder: Path, world: int) -> list[tuple[object, object]]:
-    """What the ranks wrote, joined; a step done twice after a kill must have been the same twice."""
+    """Joined records of the ranks; a step done twice after a kill must have been the same twice."""
     rows: dict[int, tuple[object, object]] = {}
     for rank in range(world):
         for line in (folder / f"rank{rank}.jsonl").read_text().splitlines():

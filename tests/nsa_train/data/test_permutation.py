@@ -44,7 +44,8 @@ def test_orders_of_different_keys_are_unrelated() -> None:
 
 
 def test_neighbours_are_spread_evenly() -> None:
-    """Where the first tenth of the rows lands: each tenth of the order gets a fair part (chi-square, 9 degrees)."""
+    """The first tenth of the rows is spread evenly: each tenth of the order gets a fair part (chi-square, 9
+    degrees)."""
     n = 100_000
     places = np.flatnonzero(feistel_permutation(n, 11, np.arange(n)) < n // 10)
     counts = np.histogram(places, bins=10, range=(0, n))[0]

@@ -191,7 +191,8 @@ def test_an_impossible_share_is_refused_before_a_process_starts() -> None:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
 def test_a_source_that_is_gone_is_data_that_did_not_come_in_time(name: str) -> None:
-    """By class, through the prefetch process: health names it `loader_timeout` and not just a failed run."""
+    """Checks the class of the error through the prefetch process: health names it `loader_timeout` and not just a
+    failed run."""
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}/{name}"
     data = DirectData(url, "byte", seq_len=8, loader_timeout_s=4.0)

@@ -116,7 +116,8 @@ def test_the_end_of_a_document_ends_a_row(loaded, tmp_path):
 
 @pytest.fixture
 def _interruptible():
-    """As in a new process: a run that ended in this one leaves SIGINT at its default, which ends the process."""
+    """Restore SIGINT as in a new process: a run that ended in this one leaves SIGINT at its default, which ends the
+    process."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

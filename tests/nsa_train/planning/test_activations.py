@@ -1,4 +1,4 @@
-"""What a pass is reckoned to keep in memory, against what an allocator counted while the engine's module made one."""
+"""Estimated activation memory of a pass, against what an allocator counted during one of the engine's module."""
 
 import pytest
 import torch
@@ -89,7 +89,8 @@ def test_the_reckoned_peak_is_near_the_measured_one(of_size, checkpointing):
 
 
 def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
-    """Less than a third of the pass with the engine's head and all logits; the estimate follows the size of a chunk."""
+    """Takes less than a third of the pass with the engine's head and all logits; the estimate follows the size of a
+    chunk."""
     from olmo_core.nn.lm_head import LMHead
 
     from nsa_train.train.engine.transformer import ChunkedHead
@@ -104,7 +105,7 @@ def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
 
 
 def test_each_mode_keeps_less_than_the_one_before():
-    """In a deep model: the inputs of all blocks, their operators' results, or everything."""
+    """Compares in a deep model: the inputs of all blocks, their operators' results, or everything."""
     configs = [config_of("blocks", checkpointing=mode, options=dict(n_layers=6)) for mode in CHECKPOINTING]
     off, selective, full = (measured_peak(config) for config in configs)
     assert off > 1.5 * selective

@@ -1,4 +1,4 @@
-"""What is called exact is exact, against the model and the optimizer that a run really builds."""
+"""Exact figures of the estimate, against the model and the optimizer that a run builds."""
 
 import pytest
 import torch

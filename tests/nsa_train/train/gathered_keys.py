@@ -1,4 +1,4 @@
-"""Two ranks on gloo, each with queries of its own over all keys: which ways of gathering keys give right gradients.
+"""Ways of gathering keys that give right gradients: two ranks on gloo, each with its own queries over all keys.
 
 Context and tensor parallelism use the ways that do; run by test_hazards.py as `python -m`.
 """

@@ -28,7 +28,8 @@ COPIES = {_aten._to_copy, _aten.copy_, _aten.copy}
 
 
 class CudaTensor(torch.Tensor):
-    """As torch's fake tensors: a meta tensor for its sizes, the keys of a CUDA tensor, and here the values too."""
+    """Meta tensor as torch's fake tensors are: a meta tensor for its sizes, the keys of a CUDA tensor, and here the
+    values too."""
 
     values: torch.Tensor
 
@@ -181,7 +182,7 @@ class CudaEvent:
 
 @contextmanager
 def pretended_cuda() -> Iterator[PretendedCuda]:
-    """With the parts of torch.cuda that a run asks for."""
+    """Pretend a CUDA device with the parts of torch.cuda that a run uses."""
     grouped = clip_grad._group_tensors_by_device_and_dtype
 
     def groups(tensors: Any) -> Any:

@@ -129,7 +129,7 @@ def test_positions_restart_with_every_document():
 @pytest.mark.parametrize("mask_document_ends", [True, False])
 @pytest.mark.parametrize("kind", ["concat", "best_fit", "prepared"])
 def test_labels_are_of_the_same_document(tmp_path, kind, mask_document_ends):
-    """By provenance, token by token: other documents' first tokens are labels only where that was asked for."""
+    """Checks the provenance, token by token: other documents' first tokens are labels only where that was asked for."""
     if kind == "prepared":
         write_set(tmp_path, documents(60))
         data = PreparedData(str(tmp_path), 32, max_epochs=1, with_provenance=True)

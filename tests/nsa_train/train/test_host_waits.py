@@ -69,6 +69,6 @@ def test_no_step_waits_between_log_steps(waits):
 
 
 def test_log_steps_wait_where_they_read(waits):
-    """That these are found shows that a wait between log steps would be."""
+    """These waits are seen, so a wait between log steps would be, too."""
     places = {tuple(wait.split(" at ")) for wait in waits[LOG_EVERY]}
     assert places == {(operator, where) for where, operator in AT_A_LOG_STEP.items()}

@@ -17,7 +17,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory):
-    """Those of merged layers are stopped and resumed at night only, when a test that compares them is selected."""
+    """Runs of merged layers are stopped and resumed at night only, when a test that compares them is selected."""
     folder = tmp_path_factory.mktemp("patterns")
     corpus = folder / "documents.jsonl"
     corpus.write_text("".join(json.dumps({"id": str(i), "text": text}) + "\n" for i, text in enumerate(DOCUMENTS)))

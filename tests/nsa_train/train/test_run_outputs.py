@@ -1,4 +1,4 @@
-"""What a run prints when it starts."""
+"""Output of a run when it starts."""
 
 import json
 

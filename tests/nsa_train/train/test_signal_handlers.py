@@ -65,7 +65,8 @@ class Process:
         return [beat.pid for beat in beats if beat]
 
     def shell(self, command: str) -> None:
-        """As an operator types it; `nsa` is forked, so that the run trains fewer steps until it answers."""
+        """Run a command as an operator types it; `nsa` is forked, so that the run trains fewer steps until it
+        answers."""
         function = f'nsa() {{ {fork_server.command_for("-m", "nsa_train.cli")} "$@"; }}\n'
         words = ["bash", "-ec", function + command.replace("RUN", str(self.folder))]
         subprocess.run(words, cwd=ROOT, env=environment(), check=True, timeout=WAIT_S)

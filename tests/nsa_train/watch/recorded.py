@@ -36,7 +36,7 @@ class Recording:
     """How far the clock of the run is ahead of the reader's."""
 
     def at(self, moment: float) -> "Recording":
-        """What was known at an earlier moment."""
+        """Return what was known at an earlier moment."""
         beats = {rank: [beat for beat in log if beat.ts <= moment] for rank, log in self.beats.items()}
         return replace(self, beats=beats, events=[event for event in self.events if event.ts <= moment], end=moment)
 
@@ -112,7 +112,7 @@ def saving() -> Recording:
 
 
 def late() -> Recording:
-    """At step 32,000 a thousand steps gain next to nothing, and all is well."""
+    """Record a healthy run at step 32,000, where a thousand steps gain next to nothing."""
     rng = random.Random(0)
     loss = lambda step: {"loss": 3.0 + 5.0 * step**-0.3 + rng.gauss(0, 0.02)}  # noqa: E731
     return record(a_run(12_000, loss, first=20_000, every=20), log_every=20)

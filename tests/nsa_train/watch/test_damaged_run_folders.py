@@ -45,7 +45,7 @@ def served(folder: Path) -> str:
 
 
 def read_everywhere(good: Path, bad: Path) -> dict[str, str]:
-    """What each reader says; `watch` last, because it writes into the folder."""
+    """Read the folder with each reader; `watch` last, because it writes into the folder."""
     root = good.parent
     readers = {
         "status": lambda: nsa("status", bad)[1],
@@ -159,7 +159,7 @@ def test_rows_of_a_table_that_are_short_or_long_are_counted(tmp_path):
 
 
 def test_a_beat_with_a_time_in_the_future_is_rejected(tmp_path):
-    """Its process is long silent, as the time of its file tells."""
+    """The process has been silent for long, by the modification time of its file."""
     bad = copy_run(tmp_path / "bad")
     ahead = HeartbeatRecord.now(ts=time.time() + 86400, rank=0, step=30, msg=names.ALIVE)
     lines = (bad / names.heartbeat(0)).read_text().splitlines()[:-1]

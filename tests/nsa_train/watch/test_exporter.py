@@ -1,4 +1,4 @@
-"""What Prometheus is served: every figure of a run, nothing that could be a secret, on loopback."""
+"""Metrics served to Prometheus: every figure of a run, nothing that could be a secret, on loopback."""
 
 import json
 import math

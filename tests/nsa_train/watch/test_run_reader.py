@@ -1,4 +1,4 @@
-"""What a reader of a run folder knows, with clocks that jump and processes that are not what they were."""
+"""Incremental reading of a run folder, with clocks that jump and process ids that are used again."""
 
 import json
 import os

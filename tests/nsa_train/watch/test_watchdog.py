@@ -1,4 +1,4 @@
-"""What the watchdog writes, says and does, on recorded heartbeats; clocks are turned by hand."""
+"""Output and actions of the watchdog on recorded heartbeats, with simulated clocks."""
 
 import errno
 import json

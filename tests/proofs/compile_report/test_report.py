@@ -80,8 +80,8 @@ def test_a_build_that_became_worse_is_found(worse):
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_recorded_table_has_no_fault(gpu):
-    """In the shapes that tiles are chosen for; on AMD scalar registers may move to vector ones. In other shapes a few
-    bytes may spill, no more."""
+    """Covers the shapes that tiles are chosen for; on AMD scalar registers may move to vector ones. In other shapes a
+    few bytes may spill, no more."""
     for p in WRITTEN:
         if p.gpu == gpu and p.faults():
             assert all("spilled" in fault for fault in p.faults()), (p.kernel, p.model, p.faults())
@@ -99,8 +99,8 @@ _WIDE = ("paper", "width128")
 
 
 def test_hopper_and_blackwell_multiply_with_their_own_units():
-    """But for those that have 16 rows or columns to multiply at a time, where the units want 64; in wide rows, one of
-    five products in selected_backward has 32."""
+    """Covers all but those that have 16 rows or columns to multiply at a time, where the units want 64; in wide rows,
+    one of five products in selected_backward has 32."""
     for p in WRITTEN:
         native = {"sm_90": "HGMMA", "sm_100": "UTCHMMA"}.get(p.gpu)
         if native and p.code.loops and not (p.kernel == "select" or p.kernel.startswith("decode")):
@@ -141,7 +141,7 @@ def test_fp32_fits():
 
 @pytest.mark.nightly
 def test_tiles_of_half_precision_do_not_fit_in_fp32():
-    """Which is why `choose` asks for the size of an element."""
+    """Shows why `choose` asks for the size of an element."""
     tiles = choose("selected_forward", 128, "sm_80")
     (report,) = inspected(("128", "sm_80", "selected_forward", tiles), dtype="fp32")
     with pytest.raises(AssertionError, match="spilled_bytes"):

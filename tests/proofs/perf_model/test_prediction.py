@@ -1,4 +1,4 @@
-"""From counts to seconds: bounds, scaling, the dense side, the yardstick, what is measured, and the label."""
+"""Predicted times from counts: bounds, scaling, dense attention, the group-centric kernel, measurements, labels."""
 
 import json
 import os

@@ -259,7 +259,7 @@ echo "$job;cluster"
 def test_slurm_jobs_run_every_task_and_write_the_manifest(
     corpus: Path, calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an sbatch that runs what it is given; tests/ops/test_slurm.py has a real one. 30 tasks in 7 elements."""
+    """Uses an sbatch that runs its command; tests/ops/test_slurm.py has a real one. 30 tasks in 7 elements."""
     (tmp_path / "sbatch").write_text(_SBATCH)
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -30,7 +30,7 @@ def _read_everything(path: Path) -> np.ndarray:
 
 
 def test_a_flipped_byte_is_found_100_of_100(tmp_path: Path) -> None:
-    """Any bit of any file, the manifest included."""
+    """Flips any bit of any file, the manifest included."""
     write_set(tmp_path, documents(120, longest=4000), docs_per_shard=60)
     _read_everything(tmp_path)
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
@@ -201,7 +201,7 @@ def test_ranks_can_share_a_small_cache(tmp_path: Path) -> None:
 
 
 def test_a_set_of_fifteen_trillion_tokens_opens_with_a_small_cursor(tmp_path):
-    """Its manifest alone: no shard is opened, and opening the set again parses nothing again."""
+    """Reads its manifest alone: no shard is opened, and opening the set again parses nothing again."""
     digest = "0" * 64
     shards = [
         ShardInfo(f"train/{number:06d}-000", 2**30, 10**6, 2**31, 10**7, 10**7, digest, digest, digest)

@@ -125,7 +125,7 @@ def test_prepare_warns_of_a_held_out_split_that_is_too_small(sets):
 
 
 def test_the_data_commands_of_the_tutorial_ask_for_a_split_that_can_be_evaluated():
-    """Its corpus has about 5 MB; prepare's default share is for corpora of gigabytes."""
+    """The corpus of the tutorial has about 5 MB; prepare's default share is for corpora of gigabytes."""
     page = (ROOT / "docs/TUTORIAL.md").read_text()
     (command,) = [line for line in page.splitlines() if line.startswith("nsa data prepare my-run/text")]
     assert float(command.split("--held-out")[1].split()[0]) >= 0.01

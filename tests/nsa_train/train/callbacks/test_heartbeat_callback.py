@@ -1,4 +1,4 @@
-"""What a run folder holds after a short run, and what its heartbeat says."""
+"""Content of a run folder and of its heartbeat after a short run."""
 
 import csv
 import itertools

@@ -1,4 +1,4 @@
-"""Which parameters weight decay reaches: matrices, and nothing that is a bias, a norm or an embedding."""
+"""Parameters with weight decay: matrices, and nothing that is a bias, a norm or an embedding."""
 
 import itertools
 

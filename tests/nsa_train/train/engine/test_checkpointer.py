@@ -203,7 +203,7 @@ def test_a_url_and_a_wrong_name_are_refused(tmp_path):
 
 
 def test_nothing_on_disk_names_a_module_or_class_of_this_package(folder):
-    """So that files can be moved and classes renamed without losing older checkpoints."""
+    """Allows that files are moved and classes renamed without losing older checkpoints."""
     checked = 0
     for file in (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".distcp"):
         raw = file.read_bytes()
@@ -234,7 +234,7 @@ def engine_index(checkpoint: Path):
 
 
 def write_older_index(checkpoint: Path, content: bytes) -> None:
-    """As earlier versions wrote it, which had the pickle alone."""
+    """Write the index as earlier versions did, which had the pickle alone."""
     (checkpoint / "model_and_optim/index.jsonl").unlink()
     (checkpoint / "model_and_optim/.metadata").write_bytes(content)
 
@@ -329,7 +329,7 @@ class Reached:
 
 
 def parse(checkpoint: Path, index: object = None, name: str = ".metadata") -> Metadata:
-    """Its index, or this one in its place."""
+    """Parse the index of a checkpoint, or this one in its place."""
     path = checkpoint / "model_and_optim" / name
     raw = path.read_bytes() if index is None else pickle.dumps(index)
     return parse_index(raw, {path.name: path.stat().st_size for path in path.parent.glob("*.distcp")}, path)

@@ -1,4 +1,4 @@
-"""What `nsa_train.train.engine` relies on in OLMo-core: one test per override or private member.
+"""Contract of `nsa_train.train.engine` with OLMo-core: one test per override or private member.
 
 A test that fails here after an upgrade of the engine names the member that changed: read the new source of that member,
 adapt the module of `nsa_train.train.engine` that uses it, then the test. `test_an_upgrade_is_noticed_by_name` renames

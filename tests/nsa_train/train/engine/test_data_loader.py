@@ -121,7 +121,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused(tmp_path):
 
 
 def read_share(rank, world, folder, source, steps):
-    """One rank of a process group, in step with the others as training is; tells what it read through a file."""
+    """Run one rank of a process group, in step with the others as in training; report what it read in a file."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     data = DirectData(source, "byte", 32, seed=1, checksum_path=f"{folder}/sums")
     ranks = RankInfo(rank=rank, world=world, distributed=True)

@@ -1,4 +1,4 @@
-"""What `train.engine.deferred_imports` relies on in the engine, and that real modules are there on first use."""
+"""Assumptions of `train.engine.deferred_imports` about the engine; real modules are imported on first use."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What the engine announces about itself is dropped, and its warnings and the logging of the process are kept."""
+"""Announcements of the engine are dropped; its warnings and the logging of the process are kept."""
 
 import logging
 import subprocess

@@ -115,7 +115,7 @@ def test_rope_tables_are_made_once_per_forward_pass(batch, monkeypatch):
 
 
 def test_fsdp_does_not_cast_shared_tables():
-    """It casts the floating-point leaves of a block's arguments; shared positions are one leaf that is no tensor."""
+    """FSDP casts the floating-point leaves of a block's arguments; shared positions are one leaf that is no tensor."""
     leaves, _ = tree_flatten({"positions": SharedPositions((torch.zeros(2), torch.zeros(3)))})
     assert [type(leaf) for leaf in leaves] == [SharedPositions]
 
@@ -181,7 +181,7 @@ def compiler(request, monkeypatch):
     "checkpointing", ["off", *(pytest.param(c, marks=pytest.mark.nightly) for c in ("selective", "full"))]
 )
 def test_compiled_blocks_are_one_graph_for_all_packings(checkpointing, compiler):
-    """No break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
+    """Requires no graph break, nothing compiled again but for the statistics of log steps, and the losses of eager."""
     module, eager = module_of(config_of(checkpointing, "on")), module_of(config_of(checkpointing))
     losses = [step(module, packed_batch(0), probed=True)]
     assert graphs() == 2  # the block, for all layers; and the head

@@ -78,7 +78,7 @@ def commit(run: Path, step: int) -> None:
 
 
 class Lives:
-    """In place of real cycles: each ends as told, after saving the step it is told, if any."""
+    """Replaces real cycles: each ends as specified, after saving the specified step, if any."""
 
     def __init__(self, monkeypatch, run: Path, *told: tuple[int, int | None]) -> None:
         self.resumed: list[bool] = []

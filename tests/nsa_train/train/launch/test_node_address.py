@@ -28,7 +28,7 @@ def test_an_address_that_is_none_or_too_wide_is_refused(monkeypatch, endpoint, l
 
 
 def test_a_name_that_is_loopback_here_is_refused(monkeypatch):
-    """As Debian's 127.0.1.1 for the machine's own name: this node would wait where nobody can come."""
+    """Debian resolves the machine's own name to 127.0.1.1: this node would wait where no other can come."""
     answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29400))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     with pytest.raises(ConfigError, match="--rdzv-endpoint node1"):

@@ -1,4 +1,4 @@
-"""What a running `nsa launch` accepts from the network: real processes, their listening sockets, and an attack."""
+"""Network access to a running `nsa launch`: real processes, their listening sockets, and an attack."""
 
 import base64
 import os
@@ -80,7 +80,7 @@ class Launched:
 
 
 def network_interface() -> dict[str, str]:
-    """What makes gloo listen to the network, where there is one."""
+    """Interface through which gloo listens to the network, where there is one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing
         if name := interface_of(probe.getsockname()[0]):
@@ -241,7 +241,7 @@ def test_a_program_that_has_the_port_and_never_answers_is_not_waited_for():
 
 @pytest.mark.parametrize(("code", "ended"), [(-9, True), (1, True), (10, False), (12, False), (None, False)])
 def test_ranks_are_ended_if_those_of_another_node_failed_elsewhere(monkeypatch, code, ended):
-    """With None somebody without the secret writes what an agent would write."""
+    """If the secret is None, a writer without it writes what an agent would write."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setattr(rendezvous, "FAILED_S", 0.0)
     monkeypatch.setattr(rendezvous, "_LOOK_EVERY_S", 0.0)
@@ -268,7 +268,7 @@ def test_ranks_are_ended_if_those_of_another_node_failed_elsewhere(monkeypatch, 
 
 
 def test_ranks_that_still_start_are_ended_some_time_after_the_rendezvous_was_lost(monkeypatch):
-    """They would wait for the store of the ranks, which the lost agent served, for minutes."""
+    """Such ranks would wait for the store of the ranks, which the lost agent served, for minutes."""
     port, ended, seconds = free_port(), [], 0.0
     server = get_context("spawn").Process(target=_serve, args=(port,), daemon=True)
     server.start()

@@ -29,7 +29,7 @@ Found = dict[str, float]
 
 
 def run_cases(folder: Path, cases: dict[int, dict[str, ContextCase]], timeout_s: float = 200) -> dict[str, Found]:
-    """What `context_ranks.compare` found of each case; the cases by number of ranks."""
+    """Return the errors that `context_ranks.compare` measured for each case; the cases by number of ranks."""
     command = ["-m", "tests.nsa_train.train.parallel.context_ranks", str(folder / "rendezvous")]
     fields_by_ranks = {ranks: {name: asdict(case) for name, case in some.items()} for ranks, some in cases.items()}
     done = fork_server.run(command, cwd=ROOT, env=environment(), input=json.dumps(fields_by_ranks), timeout=timeout_s)

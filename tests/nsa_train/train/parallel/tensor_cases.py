@@ -129,7 +129,7 @@ def run_case(case: TensorCase, ranks: RankInfo) -> dict[str, Any]:
 
 
 def train_step(module: StepSkippingTrainModule, batch: dict[str, Any], record: dict[str, Any]) -> tuple[float, float]:
-    """As `train_batch` and `optim_step`; returns the loss averaged over ranks and the gradient norm."""
+    """Train as `train_batch` and `optim_step` do; returns the loss averaged over ranks and the gradient norm."""
     counted = (batch["labels"] != -100).sum()
     output = module.model_forward(**batch, loss_reduction="sum", loss_div_factor=counted, return_logits=False)
     output.loss.backward()

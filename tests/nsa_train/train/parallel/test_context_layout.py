@@ -1,4 +1,4 @@
-"""Which tokens each rank has, who sends borders to whom, and how evenly the keys that queries read are divided."""
+"""Division of a row among ranks: own tokens, exchange of borders, and balance of the keys that queries read."""
 
 import pytest
 import torch

@@ -197,6 +197,6 @@ def test_goodput_is_not_known_if_the_clock_was_set_back(ahead_s, first, last):
 
 
 def test_a_machine_that_was_suspended_is_a_stall():
-    """Its clock jumps ahead and stays: the time has passed."""
+    """The clock jumps ahead and stays: the time has passed."""
     beats = [started(0, 0.0), *with_clock(steps(1, 100, 0.0), HOUR_S, 51, 100)]
     assert spent(goodput(series(beats), []))[TimeCause.STALL] == pytest.approx(HOUR_S)

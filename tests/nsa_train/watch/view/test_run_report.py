@@ -1,4 +1,4 @@
-"""One file that a browser shows without anything else, whatever the run went through."""
+"""HTML report of a run: one file that needs nothing else, for every history of a run."""
 
 import math
 import re

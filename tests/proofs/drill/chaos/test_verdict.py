@@ -108,7 +108,7 @@ def test_a_run_as_planned_holds(runs):
 )
 @pytest.mark.parametrize("second", [10, 82, 150])
 def test_an_event_without_its_fault(runs, kind, details, second):
-    """Before, long after, and during a fault that the run must absorb."""
+    """Places the event before, long after, and during a fault that the run must absorb."""
     runs.event(second, kind, **details)
     assert only_unmet(runs.evaluate()).startswith("not explained by a fault")
 
