@@ -88,10 +88,10 @@ def _copy_until(source: Path, copy: Path, moment: float) -> None:
     lines = source.read_text(encoding="utf-8").splitlines(keepends=True)
     if source.suffix == ".csv":
         column = lines[0].rstrip().split(",").index("ts")
-        kept = lines[:1] + [line for line in lines[1:] if float(line.rstrip().split(",")[column]) <= moment]
+        copied_lines = lines[:1] + [line for line in lines[1:] if float(line.rstrip().split(",")[column]) <= moment]
     else:
-        kept = [line for line in lines if json.loads(line)["ts"] <= moment]
-    copy.write_text("".join(kept), encoding="utf-8")
+        copied_lines = [line for line in lines if json.loads(line)["ts"] <= moment]
+    copy.write_text("".join(copied_lines), encoding="utf-8")
 
 
 def main() -> None:
