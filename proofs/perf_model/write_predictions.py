@@ -1,6 +1,6 @@
 """Write the modelled times that `nsa gpu-check` shows beside measured ones: nsa/bench/predictions.json.
 
-`nsa estimate` reckons with them too.
+`nsa estimate` uses them, too.
 
     python -m proofs.perf_model.write_predictions
 

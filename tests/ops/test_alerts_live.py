@@ -1,4 +1,4 @@
-"""Runs that go wrong, Debian's Prometheus and Alertmanager on loopback, the shipped rules and routes: who is told what.
+"""Runs with faults, Debian's Prometheus and Alertmanager on loopback, the shipped rules and routes: who is notified.
 
 Limits are a twentieth of those in production. All runs go at once, and are real.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.nightly  # daemons and real runs against the clock: DEA
 SPEED = 20
 DEADLINE_S = 150
 
-# By run: alert → who is told. Of a collapsed run the two warnings of the same signals are silenced.
+# By run: alert → receiver. Of a collapsed run the two warnings of the same signals are silenced.
 EXPECTED = {
     "healthy": {},
     "nan": {
@@ -42,7 +42,7 @@ assert EXPECTED.keys() == set(RUNS)
 
 
 class Receiver:
-    """Takes Alertmanager's webhooks; remembers who was told of what, and what is over."""
+    """Takes Alertmanager's webhooks; stores receivers and resolved alerts."""
 
     def __init__(self) -> None:
         self.told: dict[str, dict[str, str]] = defaultdict(dict)
@@ -129,7 +129,7 @@ def write_alertmanager(folder: Path, webhook: int) -> Path:
 
 @pytest.fixture(scope="module")
 def drill(tmp_path_factory):
-    """Everything started; yields what was told, and the processes of the runs."""
+    """Everything started; yields the receiver of alerts, and the processes of the runs."""
     for package in ("prometheus_client", "olmo_core"):
         pytest.importorskip(package, reason="pip install -e packages/nsa-attention -e 'packages/nsa-train[train,ops]'")
     prometheus, alertmanager = programs("prometheus", "prometheus-alertmanager").values()
@@ -174,9 +174,9 @@ def test_every_alert_reaches_its_receiver_and_no_other(drill):
     os.kill(processes["stopped"], signal.SIGSTOP)
     os.kill(processes["killed"], signal.SIGKILL)
     wanted = {(run, alert) for run, alerts in EXPECTED.items() for alert in alerts}
-    told = lambda: {(run, alert) for run, alerts in receiver.told.items() for alert in alerts}  # noqa: E731
+    received = lambda: {(run, alert) for run, alerts in receiver.told.items() for alert in alerts}  # noqa: E731
     with contextlib.suppress(AssertionError):  # the comparison below says more
-        wait_for(lambda: told() >= wanted, "alerts", DEADLINE_S)
+        wait_for(lambda: received() >= wanted, "alerts", DEADLINE_S)
     time.sleep(6)  # whatever else there is to tell
     assert {run: receiver.told.get(run, {}) for run in {*EXPECTED, *receiver.told}} == EXPECTED
     assert str(folder) not in "".join(receiver.texts), "alerts carry no paths"

@@ -262,8 +262,8 @@ class StandIn:
 def test_a_pod_checks_once_and_ends_with_the_code_of_the_launcher(tmp_path, life, index, preflight, calls, code):
     stand_in = StandIn(tmp_path)
     env = {entry["name"]: entry["value"] for entry in CONTAINER["env"] if "value" in entry}
-    told = dict(LIFE=life, JOB_COMPLETION_INDEX=index, PREFLIGHT_CODE=preflight, LAUNCH_CODE="10")
-    assert stand_in.run([*CONTAINER["command"], *CONTAINER["args"]], **env, **told) == code
+    stub_variables = dict(LIFE=life, JOB_COMPLETION_INDEX=index, PREFLIGHT_CODE=preflight, LAUNCH_CODE="10")
+    assert stand_in.run([*CONTAINER["command"], *CONTAINER["args"]], **env, **stub_variables) == code
     assert stand_in.calls() == calls
 
 
@@ -279,8 +279,8 @@ def test_a_pod_checks_once_and_ends_with_the_code_of_the_launcher(tmp_path, life
 def test_a_spot_node_continues_from_the_bucket_and_never_starts_anew_by_mistake(tmp_path, pull, finds, calls, code):
     stand_in = StandIn(tmp_path)
     env = {**TASK["envs"], "BUCKET": "s3://b", "RUN": str(tmp_path / "run"), "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    told = dict(PULL_CODE=pull, PULL_FINDS=finds, LAUNCH_CODE="10")
-    assert stand_in.run(["bash", "-c", TASK["run"]], **{**env, **told}) == code
+    stub_variables = dict(PULL_CODE=pull, PULL_FINDS=finds, LAUNCH_CODE="10")
+    assert stand_in.run(["bash", "-c", TASK["run"]], **{**env, **stub_variables}) == code
     assert stand_in.calls() == calls
 
 

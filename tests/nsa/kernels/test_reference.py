@@ -1,4 +1,4 @@
-"""The gold kernels against loops that share no code with them."""
+"""The reference kernels against loops that share no code with them."""
 
 import numpy as np
 import pytest

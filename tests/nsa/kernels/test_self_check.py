@@ -181,9 +181,9 @@ def test_of_two_processes_one_checks_and_the_other_waits(tmp_path):
     both = [
         subprocess.Popen(command, text=True, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)
     ]
-    told = [process.communicate(timeout=300) for process in both]
-    assert all("passed=True" in out for out, _ in told), told
-    assert sorted("checking Triton kernels on" in log for _, log in told) == [False, True]
+    outputs = [process.communicate(timeout=300) for process in both]
+    assert all("passed=True" in out for out, _ in outputs), outputs
+    assert sorted("checking Triton kernels on" in log for _, log in outputs) == [False, True]
 
 
 # Bugs of tests/mutations/triton.toml, and the part of the check that finds each.

@@ -72,7 +72,7 @@ def call_of(
     return KernelCase(KernelShape(groups, heads, *widths, geometry), (documents,)).call(dtype)
 
 
-def told(value) -> str:
+def case_id(value) -> str:
     if isinstance(value, Geometry):
         return f"{value.l}-{value.d}-{value.l_sel}"
     if isinstance(value, bool):
@@ -135,7 +135,7 @@ def test_log_sum_exps_of_many_keys_choose_the_references_blocks():
 
 
 @interpreted
-@pytest.mark.parametrize(("heads", "widths", "dtype", "geometry", "packed"), cover(), ids=told)
+@pytest.mark.parametrize(("heads", "widths", "dtype", "geometry", "packed"), cover(), ids=case_id)
 def test_outputs_and_gradients_are_the_references(heads, widths, dtype, geometry, packed):
     call = call_of(heads, widths, dtype, geometry, packed)
     for branch in ATTENTION:
@@ -169,19 +169,19 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
 
 
 @interpreted
-def test_slots_are_what_is_reckoned_before_a_run():
+def test_slots_are_what_is_estimated_before_a_run():
     call = call_of(6, (32, 32), torch.float32, SIZES[0], packed=False, length=192)
     g = SIZES[0]
     nsa = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
     model = dict(dim=192, n_heads=6, n_kv_groups=1, d_k=32, d_v=32)
     config = RunConfig.model_validate({"model": model, "nsa": nsa, "kernels": {"selected": "triton"}})
-    reckoned = _workspace_bytes(config, ForwardPass(1, 192, 257, autocast=False, width=4, on_gpu=True))
+    estimated = _workspace_bytes(config, ForwardPass(1, 192, 257, autocast=False, width=4, on_gpu=True))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
         call.by_kernel("triton", "selected", CPU)
     sizes = [e.nbytes() for e in heard.profiler.kineto_results.events() if e.name() == "[memory]"]
     slots = 192 * 6 * 2 * g.n_sel * 32 * 4
     assert sizes.count(slots) == 2  # forward and backward
-    assert slots < reckoned < 2 * slots
+    assert slots < estimated < 2 * slots
 
 
 @interpreted
@@ -193,7 +193,7 @@ def test_slots_are_what_is_reckoned_before_a_run():
         (16, (128, 128), torch.float16, Geometry(l=8, d=4, l_sel=12, n_sel=4, w=1), False),
         (3, (16, 16), torch.float32, Geometry(l=4, d=2, l_sel=2, n_sel=20, w=1), True),
     ],
-    ids=told,
+    ids=case_id,
 )
 def test_the_choice_of_blocks_is_the_references(heads, widths, dtype, geometry, packed):
     """Uses more blocks than may be chosen, three of which are forced; by either way to the log-sum-exp they need. Of

@@ -39,7 +39,7 @@ def config_of(size: str, *, precision: str = "bf16", checkpointing: str = "off",
             "model": {**model, "n_kv_groups": 2, "vocab_size": vocab_size, **(options or {})},
             "nsa": {**blocks, **nsa},
             "runtime": {"device": "cpu", "precision": precision, "gradient_checkpointing": checkpointing},
-            # The compiled kernels take their own memory where the profiler does not hear of it.
+            # The compiled kernels take their own memory where the profiler does not see it.
             "kernels": dict.fromkeys(("compressed", "select", "selected", "sliding"), "portable"),
             "train": {"seq_len": seq_len, "batch_size": rows, "steps": 1},
             "data": {"dataset": "synthetic"},
@@ -79,13 +79,13 @@ def measured_peak(config: RunConfig) -> int:
     each_value([*((size, "bf16") for size in SIZES), ("blocks", "fp32")], list(CHECKPOINTING)),
     ids=str,
 )
-def test_the_reckoned_peak_is_near_the_measured_one(of_size, checkpointing):
+def test_the_estimated_peak_is_near_the_measured_one(of_size, checkpointing):
     size, precision = of_size
     config = config_of(size, precision=precision, checkpointing=checkpointing)
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.peak(checkpointing)
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.peak(checkpointing)
     # What is kept is known to the tensor; what kernels use meanwhile depends on the data.
     tolerance = 0.15 if checkpointing != "off" or size == "kernels" else 0.05
-    assert reckoned == pytest.approx(measured_peak(config), rel=tolerance)
+    assert estimated == pytest.approx(measured_peak(config), rel=tolerance)
 
 
 def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
@@ -97,9 +97,9 @@ def test_the_loss_takes_the_memory_of_one_chunk(monkeypatch):
 
     monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", 1 << 19)
     config = config_of("loss", precision="fp32", checkpointing="full", options=dict(vocab_size=16000))
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.recomputed
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.recomputed
     chunked = measured_peak(config)
-    assert reckoned == pytest.approx(chunked, rel=0.15)
+    assert estimated == pytest.approx(chunked, rel=0.15)
     monkeypatch.setattr(ChunkedHead, "forward", LMHead.forward)
     assert measured_peak(config) > 3 * chunked
 
@@ -115,8 +115,8 @@ def test_each_mode_keeps_less_than_the_one_before():
 def test_norms_of_outputs_and_of_all_heads_together():
     options = dict(post_norm=True, qk_norm=True, qk_norm_per="layer", ffn_bias=True, rope_layers=["scaled", "none"])
     config = config_of("blocks", precision="fp32", options=options)
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert estimated == pytest.approx(measured_peak(config), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_norms_of_outputs_and_of_all_heads_together():
 )
 def test_other_ways_to_compress(nsa):
     config = config_of("blocks", precision="fp32", **nsa)
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.15)
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert estimated == pytest.approx(measured_peak(config), rel=0.15)
 
 
 OPTIONS = {
@@ -152,8 +152,8 @@ OPTIONS = {
 def test_options_of_the_attention(name, precision):
     options, nsa = OPTIONS[name]
     config = config_of("blocks", precision=precision, options=dict(n_layers=2, **options), **nsa)
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert estimated == pytest.approx(measured_peak(config), rel=0.05)
 
 
 @pytest.mark.parametrize("attention", [*(kind for kind in ATTENTION_KINDS if kind != "nsa"), "dense,nsa,window,global"])
@@ -163,8 +163,8 @@ def test_other_kinds_of_layers(attention, monkeypatch):
     config = config_of("blocks", options=dict(attention=attention), selector_loss=loss)
     automatic = KernelsConfig(**dict.fromkeys(("compressed", "select", "selected"), "portable"))
     config = config.model_copy(update={"kernels": automatic if attention == "dense" else config.kernels})
-    reckoned = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
-    assert reckoned == pytest.approx(measured_peak(config), rel=0.05)
+    estimated = estimate(config, HardwareTarget(DEVICES[CPU]), 257).memory.activations.kept
+    assert estimated == pytest.approx(measured_peak(config), rel=0.05)
 
 
 def test_checkpointing_keeps_inputs_only():
@@ -196,7 +196,7 @@ def test_the_triton_kernels_take_slots_up_to_a_limit():
 def test_the_portable_kernels_on_a_gpu_take_what_they_allocate(seq_len):
     """Against tensors recorded on fake CUDA tensors, in the backward pass of the selected branch."""
     config = config_of("blocks", precision="bf16", checkpointing=False)
-    reckoned = _workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
+    estimated = _workspace_bytes(config, ForwardPass(1, seq_len, 257, autocast=True, width=2, on_gpu=True))
     model, geometry = config.model, config.nsa.geometry
     heads = 1, seq_len, model.n_kv_groups, model.n_heads // model.n_kv_groups
 
@@ -213,4 +213,4 @@ def test_the_portable_kernels_on_a_gpu_take_what_they_allocate(seq_len):
         gradients = portable.attend_backward(x, out, empty(*heads, dtype=torch.float32), out, None)
         peak = recorded.peak_bytes - before
     held = sum(x.nbytes for x in gradients) + 2 * (gradients[1].nbytes + gradients[2].nbytes)  # summed in fp32
-    assert reckoned == pytest.approx(peak - held, rel=0.1)
+    assert estimated == pytest.approx(peak - held, rel=0.1)

@@ -24,7 +24,7 @@ def changed(**sections) -> RunConfig:
     return RunConfig.model_validate({**SMALL, **{name: SMALL.get(name, {}) | more for name, more in sections.items()}})
 
 
-def reckon(config: RunConfig, target: str = CPU, **more) -> RunEstimate:
+def estimate_for(config: RunConfig, target: str = CPU, **more) -> RunEstimate:
     return estimate(config, parse_target(target), VOCAB, **more)
 
 
@@ -51,7 +51,7 @@ def test_parameters_and_optimizer_bytes_are_those_of_the_run(variant):
     from nsa_train.train.engine.build import build_train_module
 
     config = changed(**VARIANTS[variant])
-    run_estimate = reckon(config)
+    run_estimate = estimate_for(config)
     module = build_train_module(config, VOCAB, RankInfo(), torch.device("cpu"))
     weights = list(module.model.parameters())
     for weight in weights:
@@ -73,7 +73,7 @@ def test_flops_are_the_models_own(variant):
     config = changed(**VARIANTS[variant])
     with torch.device("meta"):
         model = build_model(config, VOCAB)
-    run_estimate = reckon(config)
+    run_estimate = estimate_for(config)
     assert sum(run_estimate.flops_per_token.values()) == pytest.approx(model.flops_per_token(config.train.seq_len))
     assert {
         "select",
@@ -86,7 +86,7 @@ def test_flops_are_the_models_own(variant):
 
 
 def test_recomputing_costs_one_more_forward_pass_of_the_blocks_up_to_their_last_product():
-    plain, again = reckon(changed()), reckon(changed(runtime=dict(gradient_checkpointing=True)))
+    plain, again = estimate_for(changed()), estimate_for(changed(runtime=dict(gradient_checkpointing=True)))
     assert plain.recomputed_flops_per_token == 0
     blocks = {part: count for part, count in again.flops_per_token.items() if part != "head"}
     forward = sum(count / (1 if part == "select" else 3) for part, count in blocks.items())
@@ -99,15 +99,15 @@ def test_recomputing_costs_one_more_forward_pass_of_the_blocks_up_to_their_last_
 def test_the_cache_is_as_large_as_the_one_that_is_made(kv):
     config = changed(nsa=dict(kv=kv))
     cache = build_model(config, VOCAB).new_cache(1, config.train.seq_len)
-    assert reckon(config).cache_bytes == cache.n_bytes()
-    assert reckon(changed(nsa=dict(kv=kv), runtime=dict(precision="bf16"))).cache_bytes == cache.n_bytes() // 2
+    assert estimate_for(config).cache_bytes == cache.n_bytes()
+    assert estimate_for(changed(nsa=dict(kv=kv), runtime=dict(precision="bf16"))).cache_bytes == cache.n_bytes() // 2
 
 
 def test_what_is_sharded_is_divided_and_nothing_else_is():
-    whole = reckon(changed(), "a100-80gb:4")
-    fsdp = reckon(changed(parallel=dict(data="fsdp")), "a100-80gb:4")
-    hsdp = reckon(changed(parallel=dict(data="hsdp", shard_ranks=2)), "a100-80gb:4")
-    alone = reckon(changed(parallel=dict(data="fsdp")), "a100-80gb")
+    whole = estimate_for(changed(), "a100-80gb:4")
+    fsdp = estimate_for(changed(parallel=dict(data="fsdp")), "a100-80gb:4")
+    hsdp = estimate_for(changed(parallel=dict(data="hsdp", shard_ranks=2)), "a100-80gb:4")
+    alone = estimate_for(changed(parallel=dict(data="fsdp")), "a100-80gb")
     parameters = list(build_model(changed(), VOCAB).parameters())
     for sharded, shards in ((fsdp, 4), (hsdp, 2)):
         # Each tensor is cut by rows, as `torch.chunk` does it; rank 0 has the largest part.
@@ -121,14 +121,14 @@ def test_what_is_sharded_is_divided_and_nothing_else_is():
 
 
 def test_ranks_share_the_rows_of_a_pass():
-    one, four = reckon(changed(), "a100-80gb"), reckon(changed(), "a100-80gb:4")
+    one, four = estimate_for(changed(), "a100-80gb"), estimate_for(changed(), "a100-80gb:4")
     assert four.memory.activations.kept < one.memory.activations.kept / 2
     assert four.tokens_per_step == one.tokens_per_step == 4 * 64
 
 
 def test_time_and_price_follow_from_what_was_stated():
     config = changed()
-    run_estimate = reckon(config, "a100-80gb:2", efficiency=0.5, price=2.0)
+    run_estimate = estimate_for(config, "a100-80gb:2", efficiency=0.5, price=2.0)
     flops = sum(run_estimate.flops_per_token.values())
     arithmetic_s = run_estimate.tokens_per_step * flops / (2 * 19.5e12 * 0.5)
     assert run_estimate.step_s == pytest.approx(arithmetic_s + 28 * run_estimate.parameters.total / 2039e9)
@@ -139,14 +139,14 @@ def test_time_and_price_follow_from_what_was_stated():
 
 
 def test_assumed_and_measured_figures_are_labelled():
-    assert "assumed" in reckon(changed()).timing
-    assert reckon(changed(), "a100-80gb").timing.startswith("modelled")
-    measured = reckon(changed(), measured_step_s=2.0)
+    assert "assumed" in estimate_for(changed()).timing
+    assert estimate_for(changed(), "a100-80gb").timing.startswith("modelled")
+    measured = estimate_for(changed(), measured_step_s=2.0)
     assert (measured.step_s, measured.timing.split(":")[0]) == (2.0, "measured")
 
 
 def test_a_checkpoint_holds_weights_and_optimizer():
-    run_estimate = reckon(changed())
+    run_estimate = estimate_for(changed())
     tensors = run_estimate.memory.weights + run_estimate.memory.optimizer
     assert tensors < run_estimate.checkpoint_bytes < tensors + run_estimate.parameters.tensors * 2**16
     assert run_estimate.export_bytes == 2 * run_estimate.memory.weights
@@ -170,5 +170,5 @@ def test_memory_fits_if_the_sum_of_its_parts_does():
 def test_a_size_that_no_tensor_can_have_is_a_wrong_config(sizes):
     (section,) = sizes
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(sizes[section]))} is "):
-        reckon(changed(**sizes))
-    assert not reckon(changed(model=dict(n_layers=10**21), train=dict(batch_size=10**21))).memory.fits
+        estimate_for(changed(**sizes))
+    assert not estimate_for(changed(model=dict(n_layers=10**21), train=dict(batch_size=10**21))).memory.fits

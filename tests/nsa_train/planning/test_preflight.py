@@ -58,9 +58,9 @@ def facts(
     merged = {**SOUND, **{name: SOUND.get(name, {}) | more for name, more in sections.items()}}
     config = RunConfig.model_validate({"profile": profile, **merged})
     hardware = replace(parse_target(target), here=here)
-    reckoned = estimate(config, hardware, 257, measured_step_s=step_s, kernels=kernels)
+    run_estimate = estimate(config, hardware, 257, measured_step_s=step_s, kernels=kernels)
     fine = DryRunAttempt(seen="fine")
-    return PreflightFacts(config, hardware, reckoned, folder, dry_run, held_out=fine, store=fine, kernels=kernels)
+    return PreflightFacts(config, hardware, run_estimate, folder, dry_run, held_out=fine, store=fine, kernels=kernels)
 
 
 def statuses(of: PreflightFacts, allowed=()) -> dict[str, RuleStatus]:
@@ -241,11 +241,11 @@ def test_a_folder_with_another_config_is_refused_to_a_long_run_only():
 
 
 def test_disk_is_needed_for_the_kept_checkpoints_and_the_one_being_written():
-    reckoned = facts().estimate
-    need = 4 * reckoned.checkpoint_bytes + reckoned.export_bytes
+    run_estimate = facts().estimate
+    need = 4 * run_estimate.checkpoint_bytes + run_estimate.export_bytes
     assert failed(facts(folder=replace(FOLDER, disk_free=need))) == set()
     assert failed(facts(folder=replace(FOLDER, disk_free=need - 1))) == {"disk"}
-    there = replace(FOLDER, disk_free=need - 2 * reckoned.checkpoint_bytes, checkpoints=(1, 2))
+    there = replace(FOLDER, disk_free=need - 2 * run_estimate.checkpoint_bytes, checkpoints=(1, 2))
     assert failed(replace(facts(folder=there), resuming=True)) == set()
 
 
@@ -256,9 +256,9 @@ def test_disk_is_needed_for_milestones_too(steps, save_every, keep_every, keep):
     train = dict(steps=steps, save_every=save_every, keep_every=keep_every, keep_checkpoints=keep, warmup_steps=0)
     saved = sorted({*(range(save_every, steps + 1, save_every) if save_every else ()), steps})
     kept_steps = {step for step in saved if step in saved[-keep:] or (keep_every and step % keep_every == 0)}
-    reckoned = facts(train=train).estimate
-    assert reckoned.kept_checkpoints == len(kept_steps)
-    need = (len(kept_steps) + 1) * reckoned.checkpoint_bytes + reckoned.export_bytes
+    run_estimate = facts(train=train).estimate
+    assert run_estimate.kept_checkpoints == len(kept_steps)
+    need = (len(kept_steps) + 1) * run_estimate.checkpoint_bytes + run_estimate.export_bytes
     assert "disk" not in failed(facts(train=train, folder=replace(FOLDER, disk_free=need)))
     assert "disk" in failed(facts(train=train, folder=replace(FOLDER, disk_free=need - 1)))
 

@@ -16,7 +16,7 @@ CONFIG = load("configs/train_50k.yaml")
 VOCAB = 32_768
 
 
-def reckon(target="a100-80gb", *changes, **more):
+def estimate_for(target="a100-80gb", *changes, **more):
     config = load("configs/train_50k.yaml", overrides=changes) if changes else CONFIG
     return estimate(config, parse_target(target), VOCAB, **more)
 
@@ -33,7 +33,7 @@ def test_the_backend_that_will_run():
 
 
 def test_time_memory_and_price_are_of_the_backend_that_will_run():
-    run_estimate = reckon("a100-80gb", "kernels.compressed=portable", "kernels.select=portable",
+    run_estimate = estimate_for("a100-80gb", "kernels.compressed=portable", "kernels.select=portable",
                    "kernels.selected=portable", "kernels.sliding=portable")  # fmt: skip
     (portable,) = [one for one in run_estimate.backends if one.backend == "portable"]
     assert (run_estimate.backend, run_estimate.step_s, run_estimate.memory) == (
@@ -42,8 +42,8 @@ def test_time_memory_and_price_are_of_the_backend_that_will_run():
         portable.memory,
     )
     assert run_estimate.usd == pytest.approx(run_estimate.price_of(portable.step_s))
-    assert reckon().backend == "triton"
-    assert reckon().tokens_per_s > 4 * run_estimate.tokens_per_s
+    assert estimate_for().backend == "triton"
+    assert estimate_for().tokens_per_s > 4 * run_estimate.tokens_per_s
 
 
 def test_triton_takes_the_modelled_time_of_the_base_shape():
@@ -52,7 +52,7 @@ def test_triton_takes_the_modelled_time_of_the_base_shape():
     shape = SHAPES["base"]
     assert (shape.n_heads, shape.n_kv_groups, shape.d_k) == (12, 2, 64)
     assert shape.geometry == CONFIG.nsa.geometry
-    plain = reckon("a100-80gb", "runtime.gradient_checkpointing=false")
+    plain = estimate_for("a100-80gb", "runtime.gradient_checkpointing=false")
     flops, peak = plain.flops_per_token, 312e12
     rest = sum(count for part, count in flops.items() if part not in BRANCHES)
     rest_s = plain.tokens_per_step * rest / (0.25 * peak) + 28 * plain.parameters.total / 2039e9
@@ -72,8 +72,8 @@ def test_the_share_counts_the_modules_own_flops():
 
 def test_the_portable_time_is_bytes_over_bandwidth():
     """Near the 4 to 15 thousand tokens/s that two independent models gave for this model on an A100."""
-    (portable,) = [one for one in reckon().backends if one.backend == "portable"]
-    assert 4000 < reckon().tokens_per_step / portable.step_s < 18_000
+    (portable,) = [one for one in estimate_for().backends if one.backend == "portable"]
+    assert 4000 < estimate_for().tokens_per_step / portable.step_s < 18_000
     assert _portable_bytes_per_token(CONFIG, recomputed=True) > _portable_bytes_per_token(CONFIG, recomputed=False)
     by_hand = 12 * 12 * 4 * (2 * 16 * 128 * 16 + (2 * 16 * 64 + 127 + 2 * 512) * 18)
     assert _portable_bytes_per_token(CONFIG, recomputed=False) == by_hand
@@ -83,13 +83,15 @@ def test_the_portable_time_is_bytes_over_bandwidth():
 
 
 def test_a_gpu_without_a_model_is_rated_like_a_modelled_one_and_says_so():
-    timing = reckon("l40s").timing
+    timing = estimate_for("l40s").timing
     assert "as on a100" in timing
-    assert "as on" not in reckon("h100-80gb").timing
+    assert "as on" not in estimate_for("h100-80gb").timing
 
 
 def test_recomputing_takes_time_and_selective_checkpointing_spares_the_kernels():
-    modes = [reckon("a100-80gb", f"runtime.gradient_checkpointing={mode}") for mode in ("off", "selective", "full")]
+    modes = [
+        estimate_for("a100-80gb", f"runtime.gradient_checkpointing={mode}") for mode in ("off", "selective", "full")
+    ]
     off, selective, full = (run_estimate.step_s for run_estimate in modes)
     assert off < selective < full
     rest = modes[1].recomputed_flops_per_token * modes[1].tokens_per_step / (0.25 * 312e12)
@@ -99,6 +101,6 @@ def test_recomputing_takes_time_and_selective_checkpointing_spares_the_kernels()
 
 def test_every_figure_says_where_it_is_from():
     for target in ("a100-80gb", "cpu"):
-        for one in reckon(target).backends:
+        for one in estimate_for(target).backends:
             assert one.timing.startswith(("modelled", "calculated", "assumed")) or "assumed" in one.timing
-    assert reckon(measured_step_s=1.0).timing.startswith("measured")
+    assert estimate_for(measured_step_s=1.0).timing.startswith("measured")

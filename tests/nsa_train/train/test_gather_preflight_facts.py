@@ -243,11 +243,11 @@ def test_overrides_are_recorded_in_env_and_in_every_heartbeat(runs):
     assert all(beat.allowed == ("precision", "memory") for beat in beats)
 
 
-def test_a_checkpoint_takes_no_more_disk_than_was_reckoned(runs):
+def test_a_checkpoint_takes_no_more_disk_than_was_estimated(runs):
     saved = runs / "allowed" / names.CHECKPOINTS / "step3"
     taken = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
-    reckoned = gather(load(runs / "run.yaml"), parse_target("h200"), try_it=False).estimate.checkpoint_bytes
-    assert taken < reckoned < 2 * taken  # of a model this small, half is the files' own
+    estimated = gather(load(runs / "run.yaml"), parse_target("h200"), try_it=False).estimate.checkpoint_bytes
+    assert taken < estimated < 2 * taken  # of a model this small, half is the files' own
 
 
 def test_settings_that_differ_from_the_run_in_the_folder_are_reported(runs):

@@ -167,9 +167,9 @@ def test_events_are_counted_over_all_starts(tmp_path):
 def test_synthetic_data_is_reported_where_other_data_was_configured(tmp_path):
     served = Served(tmp_path)
     write(tmp_path, beat(synthetic=True))
-    for dataset, told in (("synthetic", 0), ("fineweb_edu", 1)):
+    for dataset, expected in (("synthetic", 0), ("fineweb_edu", 1)):
         (tmp_path / names.ENV).write_text(json.dumps({"config": {"data": {"dataset": dataset}}}))
-        assert served("nsa_data_substituted") == told
+        assert served("nsa_data_substituted") == expected
 
 
 def test_runs_that_begin_later_are_found_in_a_folder_of_runs(tmp_path):

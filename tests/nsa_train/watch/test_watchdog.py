@@ -45,9 +45,9 @@ class Watched:
     def look(self, after_s: float = 0.0) -> list[str]:
         """The lines that were new."""
         self.clock.go(after_s)
-        told = len(self.said)
+        before = len(self.said)
         self.dog.check()
-        return self.said[told:]
+        return self.said[before:]
 
     def text(self, name: str) -> str:
         return (self.path / name).read_text()
@@ -62,11 +62,11 @@ def test_a_stall_is_reported_once_and_halted_and_its_end_is_reported(watched):
     watched.go_on(5)
     assert watched.look() == ["running at step 5"]
     assert watched.look(170.0) == []
-    told = watched.look(30.0)
-    assert told[0] == "hung at step 5"
-    assert told[1].startswith("CRITICAL heartbeat_stall (rank 0, step 5): ")
-    assert "200 s" in told[1]
-    assert told[-1].startswith(".HALT written: heartbeat_stall: ")
+    messages = watched.look(30.0)
+    assert messages[0] == "hung at step 5"
+    assert messages[1].startswith("CRITICAL heartbeat_stall (rank 0, step 5): ")
+    assert "200 s" in messages[1]
+    assert messages[-1].startswith(".HALT written: heartbeat_stall: ")
     assert watched.text(names.ANOMALY) == "heartbeat_stall\n"
     reason, by = watched.text(names.HALT).splitlines()
     assert reason.startswith("halt: heartbeat_stall: ")
@@ -85,9 +85,9 @@ def test_a_second_stall_is_a_second_episode(watched):
     watched.go_on(5)
     for _ in range(2):
         watched.look()
-        told = watched.look(200.0)
-        assert any("CRITICAL heartbeat_stall" in line for line in told)
-        assert any(".HALT written" in line for line in told)
+        messages = watched.look(200.0)
+        assert any("CRITICAL heartbeat_stall" in line for line in messages)
+        assert any(".HALT written" in line for line in messages)
         (watched.path / names.HALT).unlink()
         watched.go_on(1)
 
@@ -143,9 +143,9 @@ def test_an_earlier_halt_is_reported_and_neither_obeyed_nor_overwritten(watched)
     assert any(line.startswith(".anomaly_type") and "loss_nonfinite" in line for line in watched.said)
     watched.go_on(5)
     watched.look()
-    told = watched.look(200.0)
-    assert ".anomaly_type changed from loss_nonfinite to heartbeat_stall" in told
-    assert not any(".HALT written" in line for line in told)
+    messages = watched.look(200.0)
+    assert ".anomaly_type changed from loss_nonfinite to heartbeat_stall" in messages
+    assert not any(".HALT written" in line for line in messages)
     assert watched.text(names.HALT).startswith("halt: manual stop\n")
 
 
@@ -182,8 +182,8 @@ def test_a_run_that_ended_by_itself_is_not_halted(tmp_path, name):
     if name == "process_gone":
         host = {"host": "another", "world_size": 1}
         (tmp_path / names.ENV).write_text(json.dumps(host))
-    told = watched.look(400.0)
-    assert any(f"CRITICAL {name}" in line for line in told)
+    messages = watched.look(400.0)
+    assert any(f"CRITICAL {name}" in line for line in messages)
     assert watched.text(names.ANOMALY) == f"{name}\n"
     assert not (tmp_path / names.HALT).exists()
 
@@ -194,9 +194,9 @@ def test_a_folder_that_cannot_be_written_is_reported_and_still_watched(watched):
     watched.dog.begin()
     watched.go_on(5)
     watched.look()
-    told = watched.look(200.0)
-    assert any("cannot write" in line and names.ANOMALY in line for line in told)
-    assert any("CRITICAL heartbeat_stall" in line for line in told)
+    messages = watched.look(200.0)
+    assert any("cannot write" in line and names.ANOMALY in line for line in messages)
+    assert any("CRITICAL heartbeat_stall" in line for line in messages)
     assert (watched.path / names.HALT).exists()
 
 

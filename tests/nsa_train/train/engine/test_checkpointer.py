@@ -494,18 +494,18 @@ def test_a_failed_save_fails_on_every_rank(server, tmp_path):
 def test_sigkill_around_an_asynchronous_save_leaves_one_that_loads(server, tmp_path):
     """A process saves again and again; it is killed 24 times, at moments chosen at random."""
     dice = random.Random(os.getpid())
-    told = tmp_path / "told"
-    told.touch()
+    saved_steps = tmp_path / "told"
+    saved_steps.touch()
     for _ in range(24):
-        lines = told.stat().st_size
+        lines = saved_steps.stat().st_size
         (pid,) = server.start("loop", tmp_path)
         deadline = time.monotonic() + 60
-        while told.stat().st_size == lines and time.monotonic() < deadline:
+        while saved_steps.stat().st_size == lines and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(dice.uniform(0.0, 0.3))
         os.kill(pid, signal.SIGKILL)
         assert server.wait() == [-signal.SIGKILL], (tmp_path / "errors").read_text()
-        newest = int(told.read_text().split()[-1])
+        newest = int(saved_steps.read_text().split()[-1])
         folder = CheckpointFolder(tmp_path / "checkpoints")
         resumable = folder.find_resumable()
         assert not resumable.passed_over, resumable
@@ -533,8 +533,8 @@ def _loop(folder: Path) -> None:
         record = RunRecord(step, 1, CONFIG, {})
         maker.record = lambda record=record: record
         maker.wait_for_save(maker.save_async(checkpoints / f"step{step}", module, {"global_step": step}))
-        with (folder / "told").open("a") as told:
-            told.write(f"{step}\n")
+        with (folder / "told").open("a") as saved_steps:
+            saved_steps.write(f"{step}\n")
 
 
 def _save(folder: Path) -> None:
