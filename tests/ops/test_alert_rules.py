@@ -69,7 +69,7 @@ MUTANTS = {
     "a direction": ("NSADataSlow", "> 0", "< 0"),
     "no rank": ("NSAStraggler", "or on (instance, job, run)", "unless on (instance, job, run)"),
     "two alerts for one": ("NSAStraggler", "or on (instance, job, run)", "or"),
-    "no patience": ("NSAStraggler", "for: 300s", "for: 60s"),
+    "no waiting time": ("NSAStraggler", "for: 300s", "for: 60s"),
     "another job": ("NSAExporterDown", 'up{job="nsa"}', "up"),
     "another name": ("NSADataSlow", "alert: NSADataSlow", "alert: NSASlowData"),
 }

@@ -6,7 +6,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from nsa_train import names
 from tests.nsa_train.train.engine.test_nan_guard_runs import same_weights
 from tests.nsa_train.train.runs import Job, run_all
-from tests.nsa_train.train.test_resume import corpus, story  # noqa: F401
+from tests.nsa_train.train.test_resume import corpus, logged_losses  # noqa: F401
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -42,7 +42,7 @@ def runs(tmp_path_factory, corpus):  # noqa: F811
 
 @pytest.mark.parametrize("name", ["compiled", "into_eager", "ddp", "fsdp", "fsdp_selective"])
 def test_losses_are_those_of_the_uncompiled_run(runs, name):
-    expected, compiled = story(runs / "eager"), story(runs / name)
+    expected, compiled = logged_losses(runs / "eager"), logged_losses(runs / name)
     assert [step for step, *_ in compiled][-1] == 8
     both = {step: (loss, norm) for step, loss, norm in compiled}
     for step, loss, norm in expected:

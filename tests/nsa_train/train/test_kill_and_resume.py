@@ -55,7 +55,7 @@ def wait_for_step(
     raise AssertionError(f"no step {step} within {PATIENCE_S} s")
 
 
-def story(folder: Path) -> dict[int, tuple[float, float]]:
+def logged_losses(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of every step, as the last process that did it told them."""
     return {beat.step: (beat.loss, beat.grad_norm) for beat in beats(folder, 0)}
 
@@ -65,14 +65,16 @@ def same(folder: Path, calm: Path) -> bool:
     ours, theirs = ours.get("model", ours), theirs.get("model", theirs)
     tensors = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
     assert tensors
-    return story(folder) == story(calm) and all(torch.equal(ours[name], theirs[name]) for name in tensors)
+    return logged_losses(folder) == logged_losses(calm) and all(
+        torch.equal(ours[name], theirs[name]) for name in tensors
+    )
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("calm") / "run"
     assert finish(start(folder)) == 0
-    assert len(story(folder)) == STEPS
+    assert len(logged_losses(folder)) == STEPS
     return folder
 
 
@@ -135,7 +137,7 @@ def test_a_run_that_was_asked_to_stop_is_resumed(tmp_path, calm, ask, code):
     else:
         (folder / names.HALT).write_text("halt: a test\n")
     assert finish(process) == code
-    assert len(story(folder)) < STEPS
+    assert len(logged_losses(folder)) < STEPS
     (folder / names.HALT).unlink(missing_ok=True)
     assert finish(start(folder, "--resume")) == 0
     assert same(folder, calm)

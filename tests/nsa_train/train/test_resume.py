@@ -51,7 +51,7 @@ def runs(tmp_path_factory, corpus):
     return folder, codes
 
 
-def story(folder, rank=0):
+def logged_losses(folder, rank=0):
     """(step, loss, grad_norm) of every step, as the last process that did it told it."""
     beats = {beat.step: beat for beat in read_beats(folder / names.heartbeat(rank)) if beat.msg == names.PROGRESS}
     return [(step, beats[step].loss, beats[step].grad_norm) for step in sorted(beats)]
@@ -66,8 +66,8 @@ def weights(folder):
 )
 def test_resumed_is_bit_identical(runs, stopped, whole):
     folder, _ = runs
-    assert story(folder / stopped) == story(folder / whole)
-    assert [step for step, *_ in story(folder / stopped)] == list(range(1, 11))
+    assert logged_losses(folder / stopped) == logged_losses(folder / whole)
+    assert [step for step, *_ in logged_losses(folder / stopped)] == list(range(1, 11))
     mine, theirs = weights(folder / stopped), weights(folder / whole)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -75,7 +75,7 @@ def test_resumed_is_bit_identical(runs, stopped, whole):
 
 def test_an_older_checkpoint_can_be_continued_in_another_folder(runs):
     folder, _ = runs
-    assert story(folder / "branched") == story(folder / "whole")[4:]
+    assert logged_losses(folder / "branched") == logged_losses(folder / "whole")[4:]
     mine, theirs = weights(folder / "branched"), weights(folder / "whole")
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
@@ -83,7 +83,7 @@ def test_an_older_checkpoint_can_be_continued_in_another_folder(runs):
 @pytest.mark.parametrize("changed", ["two_to_one", "one_to_two"])
 def test_another_number_of_ranks_sees_the_same_data(runs, changed):
     folder, _ = runs
-    mine, theirs = torch.tensor(story(folder / changed)), torch.tensor(story(folder / "whole"))
+    mine, theirs = torch.tensor(logged_losses(folder / changed)), torch.tensor(logged_losses(folder / "whole"))
     assert (mine - theirs).abs().max() < 1e-4
     state = json.loads((folder / changed / "checkpoints" / "step10" / "state.json").read_text())
     whole = json.loads((folder / "whole" / "checkpoints" / "step10" / "state.json").read_text())
