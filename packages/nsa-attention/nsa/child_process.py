@@ -122,7 +122,7 @@ class ChildProcess:
         return f"{self._name} ended with exit code {code}: {self._last_exception()}" if code else None
 
     def output_lines(self) -> list[str]:
-        """What the child printed, without empty lines."""
+        """Lines that the child printed, without empty ones."""
         self._output.seek(0)
         return [line for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
 
@@ -146,7 +146,7 @@ def _end(process: "subprocess.Popen[bytes]", output: IO[bytes]) -> None:
 
 @contextmanager
 def message_sender() -> Iterator[Callable[..., None]]:
-    """In the child: a function that sends its keyword arguments. What libraries print to stdout goes to stderr."""
+    """Function for the child that sends its keyword arguments. What libraries print to stdout goes to stderr."""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)
 
@@ -157,7 +157,7 @@ def message_sender() -> Iterator[Callable[..., None]]:
 
 
 def answer_parent(act: Callable[..., None]) -> None:
-    """In the child: call `act` with a function that sends messages and the keywords of one request.
+    """Call `act`, in the child, with a function that sends messages and the keywords of one request.
 
     The process and its descendants end with their parent, which then closes stdin.
     """

@@ -10,7 +10,7 @@ _KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 @dataclass(frozen=True)
 class GpuArchitecture:
-    """What kernels are compiled for: sm_80, gfx942, and what one thread block and one SM (compute unit) may use."""
+    """Target of compiled kernels: sm_80, gfx942, and what one thread block and one SM (compute unit) may use."""
 
     name: str
     shared_limit: int
@@ -27,7 +27,7 @@ class GpuArchitecture:
 
     @property
     def arch(self) -> int | str:
-        """As Triton's GPUTarget takes it: 80 for sm_80, else the name."""
+        """Value for Triton's GPUTarget: 80 for sm_80, else the name."""
         return self.name if self.backend == "hip" else int(self.name.removeprefix("sm_"))
 
     @property

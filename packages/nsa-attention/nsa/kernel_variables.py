@@ -24,7 +24,7 @@ def variable_of(branch: str) -> str:
 
 
 def requested_backends(branches: Iterable[str]) -> dict[str, _RequestedBackend]:
-    """By branch, as the environment of this process requests them now; a variable that is empty counts as unset."""
+    """Backends by branch that the environment of this process requests now; an empty variable counts as unset."""
     requests = {}
     for branch in branches:
         for variable in (variable_of(branch), ALL_BRANCHES):

@@ -64,7 +64,7 @@ class LayerOption:
 
 
 class OptionNames(Mapping[str, str]):
-    """How messages spell options: by default as the library's arguments, else by a mapping of some of them."""
+    """Spelling of options in messages: by default as the library's arguments, else by a mapping of some of them."""
 
     def __init__(self, spelling: Mapping[str, str] | None = None) -> None:
         self._spelling = spelling or {}

@@ -68,14 +68,14 @@ def _lucidrains_why_not(task: BenchTask) -> str | None:
 
 
 def _lucidrains_needs_bytes(task: BenchTask) -> int:
-    """It gathers every query's keys with an int64 index as large as they are."""
+    """The package gathers every query's keys with an int64 index as large as they are."""
     g, s = task.shape.geometry, task.shape
     gathered = task.length * (g.n_sel + 1) * g.l_sel * s.d_k * s.n_kv_groups
     return gathered * (16 + (24 if task.backward else 8))
 
 
 def _lucidrains(case: BenchCase, task: BenchTask) -> BenchRunner:
-    """Its module without projections and with the mean as compression, like ours."""
+    """Run its module without projections and with the mean as compression, like ours."""
     s, g = case.shape, case.shape.geometry
     width = (s.n_heads + 2 * s.n_kv_groups) * s.d_k
     module = import_module(_LUCIDRAINS).SparseAttention(

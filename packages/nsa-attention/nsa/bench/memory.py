@@ -46,7 +46,7 @@ def measure_memory(
 def _measure_peak(
     send: Callable[..., None], *, name: str, shape: str, length: int, dtype: str, threads: int, device_name: str
 ) -> None:
-    """In a process that has done nothing else."""
+    """Measure in a process that has done nothing else."""
     implementation = all_implementations()[name]
     task = BenchTask("attention", SHAPES[shape], length, dtype, backward=True, device=device_name)
     device = torch.device(device_name)

@@ -92,7 +92,7 @@ def decode(backend: str, case: BenchCase, task: BenchTask) -> BenchRunner:
 
 
 def _module(case: BenchCase, backend: str) -> NSAAttention:
-    """For its cache and φ; its projections are not used."""
+    """Build a module for its cache and φ; its projections are not used."""
     s, g = case.shape, case.shape.geometry
     sizes = (s.n_heads, s.n_kv_groups, s.d_k, s.d_v, g.l, g.d, g.l_sel, g.n_sel, g.w)
     return NSAAttention(1, *sizes, phi="avg", kv="per_branch", kernels=backend).to(case.device, case.dtype)

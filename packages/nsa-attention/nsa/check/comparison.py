@@ -151,7 +151,7 @@ def poisoned_memory() -> Iterator[None]:
 def blocks_error(
     q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, idx_BSGN: Tensor, g: Geometry, scale: float
 ) -> Tensor:
-    """How much worse each query's chosen blocks score than the reference's choice, relative: [B, S, G] in fp64.
+    """Return how much worse each query's chosen blocks score than the reference's choice, relative: [B, S, G] in fp64.
 
     Blocks that score the same but for rounding may be exchanged; nothing else may.
     """

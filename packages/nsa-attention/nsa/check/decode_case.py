@@ -92,7 +92,7 @@ class DecodeCase:
         return self.gates.to(device)
 
     def _mixed(self, step: int, idx: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """By the reference in fp32, or in another dtype by PyTorch's operators over the keys that it sees."""
+        """Compute by the reference in fp32, or in another dtype by PyTorch's operators over the keys that it sees."""
         pos, sizes = self._position(step), dict[str, Any](geometry=self.geometry, scale=self.scale)
         zero, q = torch.zeros_like(pos), self.q_steps[step - 1]
         outs = []
@@ -112,7 +112,7 @@ class DecodeCase:
         return reference.mix(self.gates.to(device), *outs)
 
     def _visible(self, name: str, step: int, k: Tensor, *chosen: Tensor, pos: Tensor) -> Tensor:
-        """Which keys the step's query sees in a branch, [B, 1, G, keys]."""
+        """Mask of the keys that the step's query sees in a branch, [B, 1, G, keys]."""
         q = torch.zeros_like(self.q_steps[step - 1][:, :, :, :1]).float()
         unit = torch.eye(k.shape[1])[None, :, None].expand(self.batch, -1, k.shape[2], -1)
         sizes = dict[str, Any](geometry=self.geometry, scale=self.scale)
@@ -210,7 +210,7 @@ class MergedDecodeCase(DecodeCase):
         return (self._position(step) - self.geometry.w).clamp(min=-1)
 
     def _window(self, selected: CachedKeys, row_B1: Tensor) -> CachedKeys:
-        """In the pages of all tokens."""
+        """Return the pages of all tokens, which hold the window, too."""
         return selected
 
     def _mixed(self, step: int, idx: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -382,7 +382,7 @@ class GpuCheckRunner:
 
 
 def _answer(write: Callable[..., None], first: int, **options: Any) -> None:
-    """In the child: run the checks from the first one on and send each result at once."""
+    """Answer in the child: run the checks from the first one on and send each result at once."""
     torch.set_float32_matmul_precision("highest")  # no TF32 in what kernels are compared with
     for number, check in enumerate(GpuCheckRequest(**options).checks()[first:], start=first):
         write(kind="begin", number=number)

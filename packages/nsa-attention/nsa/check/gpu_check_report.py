@@ -1,4 +1,4 @@
-"""What the checks of `nsa gpu-check` yield, and their report: two files, and whether they count as a result."""
+"""Results of the checks of `nsa gpu-check`, and their report: two files, and whether they count as a result."""
 
 import json
 import re

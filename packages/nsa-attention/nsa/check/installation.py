@@ -1,4 +1,4 @@
-"""What this installation is and can run: versions, device, the backend of each branch with reasons, warnings."""
+"""Report on this installation: versions, device, the backend of each branch with reasons, warnings."""
 
 import importlib.util
 import os

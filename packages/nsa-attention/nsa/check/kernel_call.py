@@ -22,7 +22,7 @@ REFERENCE = BACKENDS["reference"].functions
 
 
 class QueryPositions(NamedTuple):
-    """Where queries stand, as in `nsa.kernels.reference`."""
+    """Positions of queries, as in `nsa.kernels.reference`."""
 
     pos_BS: Tensor
     start_BS: Tensor
@@ -77,7 +77,7 @@ class KernelCall:
     def truth(
         self, branch: str, dtype: torch.dtype = torch.float64, names: tuple[str, ...] = NAMES
     ) -> list[Tensor]:  # fmt: skip
-        """By the reference on the CPU: NAMES or ALL_NAMES."""
+        """Compute NAMES or ALL_NAMES by the reference on the CPU."""
         return self._in_parts(partial(self._run, REFERENCE, branch, return_lse=True), branch, CPU, dtype, names)
 
     def by_kernel(

@@ -115,7 +115,7 @@ def _compare_blocks(call: KernelCall, label: str, got: Results) -> list[CheckRes
 
 
 def _compressed_and_select(call: KernelCall, device: torch.device, together: Callable[..., Any]) -> Results:
-    """As the model calls them: one pass for both."""
+    """Call both as the model does: in one pass."""
     leaves = call.leaves("compressed", device)
     pos, _, first = call.positions(device)
     out, idx = together(*leaves, pos, first, **call.choosing)

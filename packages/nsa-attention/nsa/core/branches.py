@@ -30,7 +30,7 @@ class BranchStreams(NamedTuple):
 
 
 class BranchKeys(NamedTuple):
-    """What a branch attends over, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
+    """Keys and values of a branch, and where its queries stand on that axis (see `nsa.kernels.reference`)."""
 
     k: Tensor
     v: Tensor

@@ -308,7 +308,7 @@ class PagedSlots(CacheSlots):
         return copied.view(len(self.data), len(pages_BP), n, self.data.shape[-1]).permute(1, 2, 0, 3)
 
     def in_place(self) -> Tensor:
-        """What it is while the rows' pages are in order. A pool that has not enough pages for that: the sizes alone."""
+        """Slots while the rows' pages are in order. A pool that has not enough pages for that: the sizes alone."""
         G, _, _, X = self.data.shape
         if not self.table.reserved:
             return self.data.new_zeros(()).expand(len(self.table.table_BP), self.n, G, X)
@@ -371,7 +371,7 @@ class KeySlots:
         self.write(pos_BS % self.n, pos_BS >= 0, past.last(n, length_B))
 
     def pages(self) -> KeyPages:
-        """As a decoder reads them."""
+        """Pages as a decoder reads them."""
         k, v = self.both
         if isinstance(k, PagedSlots):
             return KeyPages(k.pages(), v.pages(), k.table.table_BP)

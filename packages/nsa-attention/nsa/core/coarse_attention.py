@@ -139,7 +139,7 @@ def keys_at(k_XGK: Tensor, at_cGNx: Tensor) -> Tensor:
 
 
 def row_numbers(at_cGNx: Tensor, n: int, n_groups: int) -> Tensor:
-    """Where those keys lie among all keys of all groups, flattened from [n, G]."""
+    """Indices of those keys among all keys of all groups, flattened from [n, G]."""
     group_G11 = torch.arange(n_groups, device=at_cGNx.device)[:, None, None]
     return at_cGNx.clamp(0, n - 1) * n_groups + group_G11
 

@@ -52,7 +52,7 @@ class BranchLse(NamedTuple):
 
 
 class NSAOutput(NamedTuple):
-    """What `nsa_attention` returns with return_lse or return_blocks."""
+    """Result of `nsa_attention` with return_lse or return_blocks."""
 
     out: Tensor
     """[B, S, H, V]."""

@@ -203,7 +203,7 @@ class LayerCache:
 
     @property
     def _newest(self) -> AttendedKeys:
-        """What one new token per row attends over: always the same tensors. While the rows' pages are not in order only
+        """Keys of one new token per row: always the same tensors. While the rows' pages are not in order only
         the sizes of what is in pages count."""
         if self._newest_keys is not None:
             return self._newest_keys
@@ -361,7 +361,7 @@ class LayerCache:
         self.n_compressed_B += complete_B1[:, 0]
 
     def _append_window(self, k: Tensor, v: Tensor, pos_BS: Tensor, end_B1: Tensor) -> BranchKeys | None:
-        """What the new tokens see of the window; None for one token, which sees all of it in place."""
+        """Append and return what the new tokens see of the window; None for one token, which sees all in place."""
         w = self.geometry.w
         # With shared slots the new tokens are already there; those before them are read the same way.
         before = self.window.last(w - 1, self.length_B) if pos_BS.shape[1] > 1 else None

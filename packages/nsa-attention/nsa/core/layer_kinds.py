@@ -349,7 +349,7 @@ class MergedSoftmax(AttentionStrategy):
 
 
 class LayerKind(NamedTuple):
-    """What makes a layer of one kind."""
+    """Strategy and branches of one kind of layer."""
 
     strategy: type[AttentionStrategy]
     branches: tuple[str, ...]

@@ -75,7 +75,7 @@ def repeated(pattern: Sequence[_T], n_layers: int) -> list[_T]:
 
 
 def kind_counts(pattern: Sequence[AttentionKind], n_layers: int) -> Counter[AttentionKind]:
-    """How many layers of each kind there are; the number of layers may be any."""
+    """Count the layers of each kind; the number of layers may be any."""
     whole, rest = divmod(n_layers, len(pattern))
     counts: Counter[AttentionKind] = Counter()
     for place, kind in enumerate(pattern):

@@ -110,7 +110,7 @@ class NSAAttention(nn.Module):
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of the scores."""
         return self.strategy.options["scale"]
 
     @property
@@ -344,7 +344,7 @@ class NSAAttention(nn.Module):
         return _normed(norm, x_BSH).unflatten(-1, heads)
 
     def _lay_out(self, new: BranchStreams, layout: DocumentLayout, where: Positions) -> AttendedKeys:
-        """What the branches attend over, of the tokens of a pass without a cache."""
+        """Lay out the keys of the branches, of the tokens of a pass without a cache."""
         if where.exchange is not None:
             return where.exchange.keys(self, new, layout)
         pos, start, first, begin, block_pos = layout

@@ -85,7 +85,7 @@ class _RowPadding:
     """
 
     def __init__(self, attention_mask: Tensor, batch: int, length: int, cached: bool) -> None:
-        """With a cache the mask may also cover earlier tokens: its last S columns count."""
+        """Read positions and padding; with a cache the mask may also cover earlier tokens: its last S columns count."""
         shape, kind = list(attention_mask.shape), attention_mask.dtype
         long_enough = len(shape) == 2 and (shape[1] >= length if cached else shape[1] == length)
         if not long_enough or shape[0] != batch or kind.is_floating_point or kind.is_complex:
@@ -103,7 +103,7 @@ class _RowPadding:
         self._back_BS = torch.argsort(self._order_BS, dim=1)
 
     def lengths_for(self, cache: LayerCache | None, new_lens_B: Tensor | None) -> Tensor | None:
-        """What a cache needs to know of the padding; without one nothing."""
+        """Lengths that a cache needs to know of the padding; None without one."""
         if new_lens_B is not None:
             raise ConfigError("new_lens_B and attention_mask were both given: each marks padding. Pass one of them.")
         return None if cache is None else self.new_lens_B
@@ -137,7 +137,7 @@ class KeyExchange(Protocol):
     process's tokens."""
 
     def keys(self, layer: Any, new: BranchStreams, layout: DocumentLayout) -> AttendedKeys:
-        """What the branches of this process's queries attend over."""
+        """Build the keys of the branches for this process's queries."""
 
     def compressed_keys(self, layer: Any, k_BSGK: Tensor, layout: DocumentLayout) -> Tensor:
         """All compressed keys of the row, of this process's raw keys."""

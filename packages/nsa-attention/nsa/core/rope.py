@@ -98,7 +98,7 @@ class RotaryEmbedding:
         return slow_F * (1 - keep_F) + plain_F * keep_F
 
     def _fp32_frequencies(self, device: torch.device) -> Tensor:
-        """In Transformers' order of operations, on which the last bits depend."""
+        """Compute in Transformers' order of operations, on which the last bits depend."""
         s, exponent_F = self.scaling, torch.arange(0, self.rotary_dim, 2, device=device).float() / self.rotary_dim
         radian_F = self.base**exponent_F  # positions per radian
         plain_F = 1.0 / radian_F
@@ -170,7 +170,7 @@ def given_tables(cos_sin: Sequence[Tensor], batch: int, length: int, rotary_dim:
 
 
 def _yarn_attention_factor(s: Mapping[str, Any]) -> float:
-    """By which yarn multiplies cosines and sines."""
+    """Factor by which yarn multiplies cosines and sines."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(s["factor"]) + 1 if s["factor"] > 1 else 1.0

@@ -76,7 +76,7 @@ class SelectionProbe(Probe):
 
 
 def _free_blocks(pos_Q: Tensor, g: Geometry) -> Tensor:
-    """How many blocks a query chooses among by score."""
+    """Number of blocks that a query chooses among by score."""
     return (pos_Q // g.l_sel - _LOCAL_BLOCKS).clamp(min=0)
 
 

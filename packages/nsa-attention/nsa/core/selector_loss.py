@@ -58,7 +58,7 @@ class LossLabels:
 
     @classmethod
     def counted(cls, labelled_BS: Tensor, count: Tensor | float | None = None) -> Self:
-        """With the labels of this pass alone as the default of `count`."""
+        """Set the labels of this pass alone as the default of `count`."""
         count = labelled_BS.sum().clamp(min=1) if count is None else count
         device = labelled_BS.device
         # In one compiled graph with its loss a tensor of the graph's own cannot be written by the backward pass.
@@ -111,7 +111,7 @@ def tokens_per_query(layer: Any, n_tokens: int) -> float:
 
 
 def with_sampled_queries(where: Positions, layer: Any, x_BSD: Tensor, labels: LossLabels | None) -> Positions:
-    """With the queries of a training pass; unchanged in evaluation, with a cache, and for padded rows."""
+    """Add the sampled queries of a training pass; unchanged in evaluation, with a cache, and for padded rows."""
     if where.layout is None or where.padding is not None:
         return where
     rows, n_tokens = x_BSD.shape[:2]
@@ -169,7 +169,7 @@ class _AttachedLoss(torch.autograd.Function):
 
 
 class _ReverseModeAttachedLoss(SelectorLossFunction, _AttachedLoss):
-    """With refusals of other transforms; torch.compile traces no function that has them."""
+    """Adds refusals of other transforms; torch.compile traces no function that has them."""
 
 
 @custom_operator("nsa::read_loss_gradient", mutates_args=())
@@ -184,7 +184,7 @@ def _(gradient: Tensor, dx: Tensor) -> Tensor:
 
 
 class _FollowedLoss(torch.autograd.Function):
-    """Its backward pass comes before that of every layer."""
+    """Loss whose backward pass comes before that of every layer."""
 
     @staticmethod
     def forward(loss: Tensor, gradient: Tensor) -> Tensor:

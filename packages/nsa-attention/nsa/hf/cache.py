@@ -44,7 +44,7 @@ class NSACacheLayer(CacheLayerMixin):
         self._padding: list[tuple[int, Tensor]] = []  # first column and real_BS of each forward pass with padding
 
     def reserve(self, max_len: int) -> None:
-        """How many tokens will be needed, if known: an allocation takes as many at least."""
+        """Set how many tokens will be needed, if known: an allocation takes as many at least."""
         self._reserved = max_len
 
     def open(self, attention: NSAAttention, batch: int, n_new: int) -> LayerCache:

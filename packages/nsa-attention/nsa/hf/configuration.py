@@ -97,7 +97,7 @@ class NSAConfig(_OptionFields):
 
     @property
     def layer_types(self) -> list[str]:
-        """What Transformers looks up the class of each layer's cache by; `layer_kinds` says how a layer attends."""
+        """Names by which Transformers finds the class of each layer's cache; `layer_kinds` says how a layer attends."""
         return [LAYER_TYPE] * self.num_hidden_layers
 
     def validate_layer_type(self) -> None:
@@ -120,7 +120,7 @@ class NSAConfig(_OptionFields):
         )
 
     def attention_config(self) -> AttentionConfig:
-        """What all attention layers share; `layer_kinds` and `layer_ropes` say how they differ."""
+        """Options that all attention layers share; `layer_kinds` and `layer_ropes` say how they differ."""
         return self._unchecked_attention().changed()
 
     def _unchecked_attention(self) -> AttentionConfig:

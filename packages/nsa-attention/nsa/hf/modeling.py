@@ -56,7 +56,7 @@ class NSAPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As `nsa.core.init`, which knows a module by its name; tensors that were loaded keep their values."""
+        """Initialize as `nsa.core.init`, which knows a module by its name; loaded tensors keep their values."""
         name = next((name for name, part in self.named_modules() if part is module), "")
         own = list(module.parameters(recurse=False))
         loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
@@ -244,8 +244,8 @@ def _loss_labels(
     ignore_index: int = IGNORE,
     **_: Any,
 ) -> LossLabels:
-    """Which queries Transformers' loss counts, and what it divides their sum by: `num_items_in_batch`, the labels of
-    all passes of a step, or those of this pass."""
+    """Return the labels that Transformers' loss counts, and what it divides their sum by: `num_items_in_batch`, the
+    labels of all passes of a step, or those of this pass."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=ignore_index)
     require_labels(shift_labels, vocab_size, ignore_index)

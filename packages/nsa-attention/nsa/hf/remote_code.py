@@ -128,7 +128,7 @@ def _relative(node: ast.ImportFrom) -> Iterator[str]:
 
 
 def _without_type_checking(source: str) -> str:
-    """Without `if TYPE_CHECKING:` blocks, whose imports are not needed to run."""
+    """Remove `if TYPE_CHECKING:` blocks, whose imports are not needed to run."""
     lines = source.splitlines(keepends=True)
     for node in reversed(ast.parse(source).body):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse:

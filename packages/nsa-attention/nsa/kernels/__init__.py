@@ -1,1 +1,1 @@
-"""How a branch is computed. Knows tensors and sizes, nothing of models, documents or configuration."""
+"""Backends that compute a branch. Know tensors and sizes, nothing of models, documents or configuration."""

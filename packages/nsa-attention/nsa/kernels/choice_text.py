@@ -34,7 +34,7 @@ def reason_text(choices: Sequence[BackendChoice]) -> str:
 
 
 def slow_kernels_warning(choices: Sequence[BackendChoice], device_type: str) -> str | None:
-    """Which branches run on a slow backend that was not requested, why, and what it costs; None if there are none."""
+    """Warn which branches run on a slow backend without a request, why, and what it costs; None if none does."""
     fastest = _FASTEST.get(device_type)
     slow = [choice for choice in choices if choice.backend != fastest and not choice.requested]
     if fastest is None or not slow:

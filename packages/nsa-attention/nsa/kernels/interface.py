@@ -27,7 +27,7 @@ def constant_when_traced(function: _Function) -> _Function:
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is compiled for."""
+    """Sizes that a kernel is compiled for."""
 
     n_kv_groups: int
     heads_per_group: int
@@ -45,7 +45,7 @@ def device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class BranchInputs(NamedTuple):
-    """What one branch attends over. Positions and starts as in `nsa.kernels.reference`."""
+    """Queries, keys and values of one branch. Positions and starts as in `nsa.kernels.reference`."""
 
     branch: str
     """sliding, compressed or selected."""
@@ -93,7 +93,7 @@ class BackendKernels(Protocol):
 
 
 class FusedBackendKernels(BackendKernels, Protocol):
-    """What a backend may compute in one pass besides."""
+    """Optional kernels of a backend that compute several steps in one pass."""
 
     def compressed_and_select(self, x: BranchInputs, /) -> tuple[Tensor, Tensor, Tensor]:
         """The compressed branch's output, its log-sum-exps and the chosen blocks in one pass."""
@@ -133,7 +133,7 @@ def one_page_per_row(k_BTGK: Tensor, v_BTGV: Tensor) -> KeyPages:
 
 
 class CachedKeys(NamedTuple):
-    """What the newest token of each row attends over in one branch."""
+    """Keys of one branch for the newest token of each row."""
 
     pages: KeyPages
     pos_B1: Tensor

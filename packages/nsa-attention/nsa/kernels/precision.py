@@ -74,7 +74,7 @@ class _FullPrecisionEinsum(torch.autograd.Function):
 
 
 class _TransformableEinsum(_FullPrecisionEinsum):
-    """For every transform of torch.func; torch.compile traces no function that has these rules."""
+    """Supports every transform of torch.func; torch.compile traces no function that has these rules."""
 
     generate_vmap_rule = True
 

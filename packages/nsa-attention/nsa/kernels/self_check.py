@@ -91,7 +91,7 @@ class KernelVerdict:
 
 @dataclass(frozen=True)
 class CheckKey:
-    """What a verdict holds for."""
+    """Key of a verdict: everything that it depends on."""
 
     gpu: str
     architecture: str
@@ -200,7 +200,7 @@ class RecordStore:
 def key_for(
     device: torch.device, dtype: torch.dtype, shape: KernelShape, *, tuned: bool = False, parts: tuple[str, ...] = ()
 ) -> CheckKey:
-    """For this GPU, and what is installed; on a CPU, for the interpreter."""
+    """Build the key of this GPU and what is installed; on a CPU, for the interpreter."""
     from triton import __version__ as triton_version
 
     if device.type == "cuda":
@@ -215,7 +215,7 @@ def key_for(
 
 
 def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, bool]]:
-    """What was checked on a GPU of this name, with any version: dtype, shape, whether tiles were timed."""
+    """List what was checked on a GPU of this name, with any version: dtype, shape, whether tiles were timed."""
     checks = []
     for path in sorted(folder.glob("self_check_*.json")):
         try:
@@ -316,7 +316,7 @@ def _verdict(record: CheckRecord, path: Path | None) -> KernelVerdict:
 
 
 def _run_check(request: CheckRequest) -> CheckRecord:
-    """In a child process: whatever happens there becomes a verdict."""
+    """Run the check in a child process: every failure there becomes a verdict."""
     key = request.key
     _log.warning(
         "checking Triton kernels on %s, %s (once per GPU, driver and version; about %d s)", key.gpu, key.dtype, _ABOUT_S

@@ -29,7 +29,7 @@ class _CrossEntropyFunction(ReverseModeFunction):
 
 
 class TokenScores(NamedTuple):
-    """How well each token was predicted, in any shape; no gradient."""
+    """Loss and correctness of each token's prediction, in any shape; no gradient."""
 
     losses: Tensor
     """Cross-entropy in nats; 0 where there is no label."""

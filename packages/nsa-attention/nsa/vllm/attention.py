@@ -78,7 +78,7 @@ class PagedAttention(AttentionHolder):
         return out_ND if w_out.bias is None else out_ND + w_out.bias
 
     def _step(self) -> PagedStep | None:
-        """What the layers share of this step; None while vLLM measures the memory that a step needs."""
+        """Data that the layers share in this step; None while vLLM measures the memory that a step needs."""
         every = get_forward_context().attn_metadata
         if every is None:
             return None
@@ -113,7 +113,7 @@ class PagedAttention(AttentionHolder):
             out_1NGRV[0, at_B] = made_BGRV
 
     def _decoder_for(self, n: int) -> TokenDecoder:
-        """For n requests; made once for as long as its pages and tables stay where they are."""
+        """Return the decoder for n requests; built once for as long as its pages and tables stay where they are."""
         buffers, tables = self._step_buffers, self._step_buffers.tables
         valid = (*(stream.generation for stream in self._stream.values()), *map(id, tables.values()))
         known = self._decoders.get(n)
@@ -144,7 +144,7 @@ class PagedAttention(AttentionHolder):
         return decoder
 
     def _keys_of(self, chunk: Chunk, step: PagedStep) -> AttendedKeys:
-        """What the chunk's tokens attend over, gathered from its request's pages."""
+        """Keys of the chunk's tokens, gathered from its request's pages."""
         g, stream = self.layer.geometry, self._stream
         pos_1S = torch.arange(chunk.begin, chunk.end, device=self._step_buffers.pos_B1.device)[None]
         zero_1S = torch.zeros_like(pos_1S[:, :1]).expand_as(pos_1S)

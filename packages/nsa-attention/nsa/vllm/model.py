@@ -123,7 +123,7 @@ class PagedModel(nn.Module):
 
 
 class PagedForCausalLM(nn.Module):
-    """What vLLM's registry knows as NSAForCausalLM. Methods and their arguments are those that vLLM calls."""
+    """Model that vLLM's registry knows as NSAForCausalLM. Methods and their arguments are those that vLLM calls."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class StreamTokensBuilder(AttentionMetadataBuilder[StreamTokens]):
 
 
 class PageStreamBackend(AttentionBackend):
-    """What vLLM asks of a stream before it allocates pages."""
+    """Backend that vLLM asks about a stream before it allocates pages."""
 
     supported_dtypes = DTYPES
 
@@ -156,7 +156,7 @@ class PageStream(nn.Module, AttentionLayerBase):
         self.generation += 1
 
     def key_pages(self, table_BP: Tensor) -> KeyPages:
-        """As a decoder reads them, in place."""
+        """Pages of keys as a decoder reads them, in place."""
         return KeyPages(self.kv_cache[..., : self.d_k], self.kv_cache[..., self.d_k :], table_BP)
 
     def write(self, slot: tuple[Tensor, Tensor], k_NGK: Tensor, v_NGV: Tensor) -> None:

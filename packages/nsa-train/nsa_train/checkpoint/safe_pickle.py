@@ -257,7 +257,7 @@ class _ArrayType(NamedTuple):
 
 
 class _SeekableView:
-    """As much of a file as `zipfile` uses, over bytes that are not copied."""
+    """File interface as far as `zipfile` uses it, over bytes that are not copied."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0

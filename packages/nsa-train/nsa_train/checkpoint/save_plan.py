@@ -336,7 +336,7 @@ def _own_share(offered: RankPieces, groups: list[Any]) -> list[_Piece]:
 
 
 def _replicas(value: Tensor) -> tuple[object, int, int]:
-    """Which ranks have the same values as far as the tensor knows, the place of this rank among them, their number."""
+    """Ranks that have the same values as far as the tensor knows, the place of this rank among them, their number."""
     place, count, dims = 0, 1, []
     if not isinstance(value, DTensor):
         return None, place, count

@@ -211,7 +211,7 @@ def _entries_of_pickle(raw: bytes | bytearray) -> Iterator[_Entry]:
 
 
 def _fields(*required: str, optional: tuple[str, ...] = (), then: Callable[..., Any] = lambda *values: values) -> Any:
-    """What makes an object of a class in a pickle: the values of its fields, in order, None for missing ones."""
+    """Values of the fields from which a pickle builds an object of a class, in order, None for missing ones."""
 
     def finish(state: Any) -> Any:
         if type(state) is not dict or not set(required) <= state.keys() <= {*required, *optional}:

@@ -180,7 +180,7 @@ def _commit(checkpoint: Path, manifest: CheckpointManifest, there: S3Prefix) -> 
 
 @dataclass(frozen=True)
 class CopyResult:
-    """How the copy of a checkpoint ended."""
+    """Result of copying a checkpoint."""
 
     step: int
     path: Path

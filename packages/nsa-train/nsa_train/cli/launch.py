@@ -125,7 +125,7 @@ def _require_preflight(words: list[str], nproc: int, nodes: tuple[int, int], opt
 def _answer(
     send: Callable[..., None], words: list[str], nproc: int, nodes: tuple[int, int], start: dict[str, Any]
 ) -> None:
-    """In the child: send the error of the preflight rules, if any."""
+    """Answer in the child: send the error of the preflight rules, if any."""
     try:
         _check(resolve(words), nproc, nodes, StartOptions(**start))
     except NSAError as error:

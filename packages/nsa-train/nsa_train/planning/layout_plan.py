@@ -89,7 +89,7 @@ _LARGEST_ROWS = 64
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a run with a given model, length and global batch is divided among its ranks."""
+    """Division of a run with a given model, length and global batch among its ranks."""
 
     data: DataParallel
     shard_ranks: int | None

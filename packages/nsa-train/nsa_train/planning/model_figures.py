@@ -168,7 +168,7 @@ def _trained(config: RunConfig, models: Mapping[AttentionKind, Mapping[str, torc
 
 
 def _kind_counts(config: RunConfig) -> Counter[AttentionKind]:
-    """How many layers of each kind the model has."""
+    """Count the layers of each kind."""
     return kind_counts(config.model.attention, config.model.n_layers)
 
 

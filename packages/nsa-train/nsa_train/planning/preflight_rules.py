@@ -153,7 +153,7 @@ def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
 
 
 def _slower(facts: PreflightFacts, fastest: str) -> str:
-    """How much slower the run's backend is than the fastest, in tokens/s."""
+    """Describe how much slower the run's backend is than the fastest, in tokens/s."""
     if facts.estimate is None:
         return f"slower than {fastest}"
     tokens, backends = facts.estimate.tokens_per_step, {one.backend: one for one in facts.estimate.backends}

@@ -25,7 +25,7 @@ _MIB = 2.0**20
 
 
 class MetricFormat(StrEnum):
-    """How monitor and report print a value."""
+    """Format in which monitor and report print a value."""
 
     NUMBER = "number"
     SHARE = "share"

@@ -48,7 +48,7 @@ _IMPORTED_WEIGHTS = ".imported_weights"
 
 @dataclass(frozen=True)
 class RunContext:
-    """What is known about a run before its parts are built."""
+    """Facts about a run before its parts are built."""
 
     config: RunConfig
     options: StartOptions

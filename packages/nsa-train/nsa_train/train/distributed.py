@@ -41,12 +41,12 @@ class RankInfo:
         )
 
     def divided(self, parallel: ParallelConfig) -> "RankInfo":
-        """With the rows divided among the ranks as these settings say."""
+        """Return the ranks with rows divided as these settings say."""
         return replace(self, ranks_per_row=parallel.ranks_per_row)
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this rank works on."""
+        """Number of the share of a global batch that this rank works on."""
         return self.rank // self.ranks_per_row
 
     @property

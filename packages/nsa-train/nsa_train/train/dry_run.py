@@ -232,7 +232,7 @@ def _describe(error: BaseException) -> str:
 def _answer(
     send: Callable[..., None], config: dict[str, Any], vocab_size: int, target: dict[str, Any], **options: Any
 ) -> None:
-    """In the child: run with arguments in plain values, and send what is known of each part at once."""
+    """Answer in the child: run with arguments in plain values, and send what is known of each part at once."""
     Path("/proc/self/oom_score_adj").write_text("1000")  # the first victim if the machine's memory runs out
     tried = dry_run(
         RunConfig.model_validate(config),

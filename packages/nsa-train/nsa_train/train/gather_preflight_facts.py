@@ -156,7 +156,7 @@ def _dry_run_in_child(
 def _with_kernels(
     facts: PreflightFacts, estimated: RunEstimate, efficiency: float | None, price: float | None
 ) -> PreflightFacts:
-    """With the backends of a long run on this machine, and the estimate for them."""
+    """Add the backends of a long run on this machine, and the estimate for them."""
     config, target, vocab_size = facts.config, facts.target, estimated.vocab_size
     try:
         kernels = _kernels(config, target)
@@ -309,7 +309,7 @@ def _in_manifest(data: PreparedData, wanted: int) -> DryRunAttempt:
 
 
 def _in_documents(data: DirectData, wanted: int, timeout_s: float) -> DryRunAttempt:
-    """In a separate process, so that a source with few held-out documents is read for `timeout_s` at most."""
+    """Read in a separate process, so that a source with few held-out documents is read for `timeout_s` at most."""
     with BatchPrefetcher(
         data, global_rows=wanted, settings=PrefetchSettings(queue_depth=1, timeout_s=timeout_s)
     ) as prefetcher:

@@ -42,7 +42,7 @@ class BuildError(RuntimeError):
 
 
 def set_cache_folder(folder: Path | None) -> None:
-    """Where compiled kernels are kept; None for the user's cache folder, or a temporary one if home is read-only."""
+    """Set the folder of compiled kernels; None for the user's cache folder, or a temporary one if home is read-only."""
     global _folder
     _folder = folder
 

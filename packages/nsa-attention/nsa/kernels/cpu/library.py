@@ -144,7 +144,7 @@ def problem(
 def query_problem(
     branch: str, q: Tensor, pos: Tensor, start: Tensor, geometry: Geometry, scale: float, d_v: int
 ) -> AttentionProblem:
-    """What is common to all computations, checked; keys are left to the caller."""
+    """Check what is common to all computations; keys are left to the caller."""
     if q.dim() != 5 or q.dtype not in DTYPES:
         raise ConfigError(f"queries are {_describe(q)}: they must be [B, S, G, R, K] in fp32, bf16 or fp16.")
     B, S, G, R, K = q.shape

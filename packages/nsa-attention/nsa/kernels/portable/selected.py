@@ -121,7 +121,7 @@ def few_queries(x: BranchInputs) -> bool:
 
 
 def _of_queries(x: BranchInputs, at: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Their chosen blocks, positions and starts."""
+    """Chosen blocks, positions and starts of these queries."""
     return x.chosen_BSGN[:, at], x.pos_BS[:, at], x.start_BS[:, at]
 
 
@@ -234,7 +234,7 @@ class _WindowPieces(NamedTuple):
     """Where each key is in the windows of its row."""
 
     def rows(self, x_BcGRX: Tensor) -> Tensor:
-        """What belongs to the queries, for each entry of a piece: [n, P·R, X]."""
+        """Gather rows of the queries for each entry of a piece: [n, P·R, X]."""
         per_entry = x_BcGRX.flatten(0, 2).index_select(0, (self.entry_nP // self.seen_BcGM.shape[3]).flatten())
         return wide(per_entry).view(self.entry_nP.shape[0], -1, x_BcGRX.shape[-1])
 

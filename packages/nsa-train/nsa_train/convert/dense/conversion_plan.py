@@ -20,7 +20,7 @@ _KIND_OF_MIX: dict[str, AttentionKind] = {"merged": "merged", "gated": "nsa"}
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How the layers of a dense model become sparse. Block sizes as in `Geometry`.
+    """Options by which the layers of a dense model become sparse. Block sizes as in `Geometry`.
 
     mix: `merged` is one softmax over the selected blocks and the window, without gates; `gated` are the three branches
         of NSA, whose gates (`tanh`) start at the selected branch alone.

@@ -66,7 +66,7 @@ def fingerprint(parameters: Iterable[Tensor]) -> int:
 
 
 def shard(parameter: Tensor) -> int:
-    """Which part of the weights this rank holds; 0 where it holds all."""
+    """Number of the part of the weights that this rank holds; 0 where it holds all."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh, place = parameter.device_mesh, 0

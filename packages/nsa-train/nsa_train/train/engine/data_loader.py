@@ -40,7 +40,7 @@ _ATTEMPTS_TO_REMOVE = 100
 
 
 class RowLoader(TextDataLoaderBase):
-    """With `prefetch`, batches are built ahead in a separate process; without it, between steps."""
+    """Loader of rows: with `prefetch`, batches are built ahead in a separate process; without it, between steps."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RowLoader(TextDataLoaderBase):
         self._state = state_dict["cursor"]
 
     def get_mock_batch(self) -> Tensors:
-        """As large as a real batch, for the engine's trial step before training."""
+        """Build a batch as large as a real one, for the engine's trial step before training."""
         rows, seq_len = self.global_rows // self.ranks.data_world, self.data.seq_len
         tokens = torch.zeros(rows, seq_len, dtype=torch.long)
         labels = torch.zeros_like(tokens)

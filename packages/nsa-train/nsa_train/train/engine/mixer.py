@@ -119,7 +119,7 @@ class NSAMixer(AttentionHolder, SequenceMixer):
         return int(3 * sum(parts.values()) - 2 * parts["select"])
 
     def init_weights(self, *, num_blocks: int, generator: torch.Generator | None = None, **_: Any) -> None:
-        """As `nsa.core.init` does it for a whole model, whatever the engine's own method; equal for every sharding.
+        """Initialize as `nsa.core.init`, whatever the engine's own method; equal for every sharding.
 
         The engine hands out one generator for all layers. A seed drawn from it makes a whole layer, of which each rank
         keeps its part. A layer of another kind takes its parameters from an NSA layer made so.

@@ -331,7 +331,7 @@ _OWN_FLOPS: dict[str, Callable[..., float]] = {
 
 
 def _answer(send: Callable[..., None], config: dict[str, Any], **options: Any) -> None:
-    """In the child: simulate with arguments in plain values."""
+    """Answer in the child: simulate with arguments in plain values."""
     try:
         counts = simulate_step(RunConfig.model_validate(config), **options, log=lambda text: send(log=text))
     except ConfigError as error:

@@ -247,7 +247,7 @@ class _SelectiveCheckpoint(CheckpointWrapper):
         super().__init__(block, context_fn=keep_operators, preserve_rng_state=False)
 
     def apply_compile(self) -> None:
-        """With the recomputation inside of the compiled graph: the compiler follows the same policy.
+        """Compile with the recomputation inside of the graph: the compiler follows the same policy.
 
         The only side effect of a block is the probe's record, which the backward pass need not repeat; without the
         option a block that was once probed is never compiled.
@@ -256,7 +256,7 @@ class _SelectiveCheckpoint(CheckpointWrapper):
         self.compile(fullgraph=False)
 
     def apply_fsdp(self, dp_mesh: DeviceMesh | None = None, *_: object, **options: Any) -> None:
-        """With the gathering of weights outside of the recomputation, where it does not break the compiled graph."""
+        """Gather weights outside of the recomputation, where it does not break the compiled graph."""
         for of_the_engine in ("prefetch_factor", "wrapping_strategy"):
             options.pop(of_the_engine, None)
         fully_shard(self, mesh=dp_mesh, **options)

@@ -73,7 +73,7 @@ class RowSplit:
         return (rank, self.n_pieces - 1 - rank) if self.zigzag else (rank,)
 
     def place(self, piece: int) -> int:
-        """Where a piece is after a gather, which puts rank after rank: owner times slots, plus the owner's slot."""
+        """Place of a piece after a gather, which puts rank after rank: owner times slots, plus the owner's slot."""
         if not self.zigzag:
             return piece
         return 2 * piece if piece < self.ranks else 2 * (self.n_pieces - 1 - piece) + 1
@@ -132,7 +132,7 @@ class _RowExchange:
     """Rotations of the last token of each own block."""
 
     def keys(self, layer: NSAAttention, new: BranchStreams, layout: DocumentLayout) -> AttendedKeys:
-        """What the branches of this rank's queries attend over. The largest exchange starts first."""
+        """Build the keys of the branches for this rank's queries. The largest exchange starts first."""
         pos, start, first = layout[:3]
         geometry, context = layer.geometry, self.context
         if layer.kind == "window":
