@@ -61,8 +61,8 @@ def main() -> None:
         if rank == 0:
             print(f"step {step:2d}   loss {mean.item():.5f}   gradient norm {norm.item():.4f}", flush=True)
     if rank == 0:
-        kept = sum(p.to_local().numel() if world > 1 else p.numel() for p in model.parameters())
-        print(f"rank 0 holds {kept:,} of {sum(p.numel() for p in model.parameters()):,} weights")
+        own_weights = sum(p.to_local().numel() if world > 1 else p.numel() for p in model.parameters())
+        print(f"rank 0 holds {own_weights:,} of {sum(p.numel() for p in model.parameters()):,} weights")
     if world > 1:
         dist.destroy_process_group()
 

@@ -60,8 +60,8 @@ def sparse_spec(flavor: str, **blocks: int) -> Any:
         width, groups = dense.head_dim or dense.dim // dense.n_heads, dense.n_kv_heads or dense.n_heads
         sizes = dict(dim=dense.dim, n_heads=dense.n_heads, n_kv_groups=groups, d_k=width, d_v=width)
         layer = AttentionConfig(**sizes, geometry=Geometry(**blocks), rope=RopeConfig(base=dense.rope.theta))
-        kept = {name: getattr(dense, name) for name in ("n_heads", "inner_attention", "rope")}
-        block.attention = SparseAttention.Config(layer=layer, **kept)
+        dense_fields = {name: getattr(dense, name) for name in ("n_heads", "inner_attention", "rope")}
+        block.attention = SparseAttention.Config(layer=layer, **dense_fields)
     values = {each.name: getattr(spec.model, each.name) for each in fields(spec.model) if each.init}
     spec.model, spec.name, spec.state_dict_adapter = SparseLlama.Config(**values), "nsa_llama3", None
     return spec

@@ -90,8 +90,8 @@ def installed(wheels: BuiltWheels, session_folder: Path) -> WheelInstall:
 
     venv = session_folder / "installed" / "venv"
     with file_lock(session_folder / "installed.lock"):
-        made = any(venv.glob("lib/python*/site-packages/borrowed.pth"))
-        return WheelInstall(venv) if made else WheelInstall.make(wheels, venv)
+        exists = any(venv.glob("lib/python*/site-packages/borrowed.pth"))
+        return WheelInstall(venv) if exists else WheelInstall.make(wheels, venv)
 
 
 pytest_plugins = [

@@ -17,7 +17,7 @@ ARTIFACTS = {
 PLAIN_WORDS = {"checkpoints", "evaluations", "latest", "tb", ".lock", names.TENSOR_FILES, names.TENSOR_INDEX}
 """Also ordinary words or endings: only as a part of a path are they the name of an artifact."""
 CHECKOUT = Path(__file__).parents[1]
-PYTHON_FOLDERS = ("packages", "tests", "proofs", "tools", "experiments", "bench", "scripts", "docs", "ops")
+PYTHON_FOLDERS = ("packages", "tests", "proofs", "tools", "experiments", "bench", "scripts", "docs", "ops", "examples")
 NO_NOUNS = {"found", "made", "given", "kept"}
 OPENINGS = re.compile(r"(?:Of|The same|And)\b")
 STEMS = ("heartbeat_rank", "stackdump_", "collectives_rank", ".saving-", ".replaced-", ".deleting-")

@@ -134,13 +134,13 @@ def unknown_words(words: list[str]) -> str | None:
 def nsa_commands(code: str) -> list[list[str]]:
     """The words of every `nsa …` in a block, also in $(…); comments, redirections and what follows a pipe left out."""
     joined = code.replace("\\\n", " ")
-    found = []
+    commands = []
     for line in joined.splitlines():
         for part in re.split(r"\|\||&&|[|;&)]|\$\(", line.partition(" #")[0]):
             words = part.split()
             if words[:1] == ["nsa"]:
-                found.append(words[1:])
-    return found
+                commands.append(words[1:])
+    return commands
 
 
 def tokenizer_command(path: Path) -> tuple[str, str]:
