@@ -35,7 +35,8 @@ class InstructionCounts:
 
 @cache
 def count_instructions(kernel: str, shape: BenchShape, code: str) -> InstructionCounts | None:
-    """Count instructions of the machine code; None for GPUs without NVIDIA machine code."""
+    """Count instructions of the machine code; Count instructions of the machine code; None for GPUs without NVIDIA
+    machine code."""
     if not code.startswith("sm_"):
         return None
     from nsa.gpus import ARCHITECTURES as GPUS

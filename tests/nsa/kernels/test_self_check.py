@@ -374,7 +374,7 @@ def test_without_a_gpu_there_is_nothing_to_check(caplog):
     assert caplog.records == []
 
 
-def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_way_out():
+def test_the_warning_names_the_gpu_the_reason_the_evidence_and_the_fix():
     text = _warning_text(KEY, KernelVerdict(False, "sliding dk: 0.3", "/cache/record.json"))
     assert len(text.splitlines()) >= 6
     for words in ("NVIDIA A100", "sliding dk: 0.3", "/cache/record.json", "gpu-check --only self-check", "portable"):

@@ -16,7 +16,7 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 from nsa_train.config import load
 from nsa_train.planning.hardware import GIB, hardware_here
-from nsa_train.planning.preflight_rules import RuleStatus, judge
+from nsa_train.planning.preflight_rules import RuleStatus, check_rules
 from nsa_train.train.gather_preflight_facts import _dry_run_in_child, gather
 from tests.nsa_train.train.runs import environment, write_config
 

@@ -62,7 +62,7 @@ def test_an_unavailable_service_is_reported_once_and_without_its_password():
     assert service.opened == 1, "tried again a minute later, not with every record"
 
 
-def test_a_service_that_hangs_costs_no_step_and_a_bounded_end(monkeypatch):
+def test_a_hanging_service_delays_no_step_and_the_end_by_a_bounded_time(monkeypatch):
     monkeypatch.setattr("nsa_train.train.metric_writers._CLOSE_TIMEOUT_S", 0.2)
     hang, warnings = threading.Event(), []
     logger = _BackgroundLogger(Service(slow=hang), warnings.append)

@@ -157,7 +157,8 @@ def _reference(
 
 
 def _choice_error(case: BenchCase, k_BCGK: Tensor, rows: Tensor, idx_BSGN: Tensor) -> float:
-    """How much worse the worst query's blocks score than the reference's choice, relative; 0 if all are the same."""
+    """Return how much worse the worst query's blocks score than the reference's choice, relative; 0 if all are the
+    same."""
     pos_BS = rows[None]
     g, zero_BS = case.shape.geometry, torch.zeros_like(pos_BS)
     return blocks_error(case.q_BSGRK[:, rows], k_BCGK, pos_BS, zero_BS, idx_BSGN, g, case.scale).max().item()

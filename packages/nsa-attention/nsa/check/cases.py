@@ -158,7 +158,7 @@ MODULE = ModuleCase(
 
 
 class _SpeedSizes(NamedTuple):
-    """What the benchmark times."""
+    """Sizes that the benchmark times."""
 
     shape_name: str
     shape: BenchShape

@@ -141,7 +141,8 @@ class KernelCall:
         return getattr(functions, branch)(q, k, v, pos, where, **self.choosing, **options)
 
     def _visible(self, branch: str, part: _CallPart) -> Tensor:
-        """Which keys each query sees, [B, S, G, T], read off the reference: where its output takes unit values from.
+        """Mask of the keys that each query sees, [B, S, G, T], read off the reference: where its output takes unit
+        values from.
 
         With queries of zero every visible key has the same weight, so that none underflows.
         """

@@ -44,7 +44,7 @@ _MOST_THREADS = 16  # of the compiler and of the reference
 
 
 class _CheckedPart(NamedTuple):
-    """One group of kernels: `run` gives all results, `judge` compares them with the reference."""
+    """One group of kernels: `run` returns all results, `compare` checks them against the reference."""
 
     name: str
     run: Callable[[], Results]
@@ -54,27 +54,28 @@ class _CheckedPart(NamedTuple):
 def parts(
     case: KernelCase, device: torch.device, dtype: torch.dtype, backend: str, *, exact: torch.dtype = torch.float32
 ) -> Iterator[_CheckedPart]:
-    """In the order in which they are checked. exact: the dtype that the reference computes attention in."""
+    """Yield the groups in the order in which they are checked. exact: the dtype that the reference computes attention
+    in."""
     call, functions, together = case.call(dtype), BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
     for branch in ATTENTION:
         run = partial(_attention, call, branch, device, backend)
-        judge = partial(_judge, call, branch, ALL_NAMES, device, exact)
-        yield _CheckedPart(branch, run, partial(judge, branch))
+        comparison = partial(_compare_branch, call, branch, ALL_NAMES, device, exact)
+        yield _CheckedPart(branch, run, partial(comparison, branch))
         if branch == "selected" and backend == "triton":
-            yield _CheckedPart("selected in spans", partial(_in_spans, run), partial(judge, "selected in spans"))
+            yield _CheckedPart("selected in spans", partial(_in_spans, run), partial(comparison, "selected in spans"))
     if together is not None:
-        name, judge = "compressed_and_select", partial(_judge, call, "compressed", NAMES, device, exact)
-        yield _CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(judge, name))
+        name, comparison = "compressed_and_select", partial(_compare_branch, call, "compressed", NAMES, device, exact)
+        yield _CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(comparison, name))
     yield _CheckedPart(
-        "select", partial(_select, call, device, functions.select), partial(_judge_blocks, call, "select")
+        "select", partial(_select, call, device, functions.select), partial(_compare_blocks, call, "select")
     )
     heads = case.shape.heads_per_group
     for n_gates, gate_dtype in dict.fromkeys(((heads, torch.float32), (heads, dtype), (1, torch.float32))):
         mix = _MixCase(case, dtype, n_gates, gate_dtype)
         name = f"mix, {n_gates} gates per group in {str(gate_dtype).removeprefix('torch.')}"
-        yield _CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.judge, name, device))
+        yield _CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.compare, name, device))
     for decode in (DecodeCase(case, dtype), MergedDecodeCase(case, dtype)):
-        yield _CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.judge, device=device))
+        yield _CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.compare, device=device))
 
 
 def _check_part(part: _CheckedPart, device: torch.device) -> list[CheckResult]:

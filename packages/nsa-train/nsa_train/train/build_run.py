@@ -62,7 +62,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class _RunInputs:
-    """What a run starts from, once everything that can refuse it has been checked."""
+    """Inputs of a run, once everything that can refuse it has been checked."""
 
     vocab_size: int
     tokenizer: Tokenizer | None
@@ -153,7 +153,7 @@ def build_trainer_of_run(
     bad_steps = BadStepCallback(
         policy, collectives, checkpoints, heartbeat, report.event_log, deferred=bool(module.optim.defaults["fused"])
     )
-    module.judge_step, checkpoints.settle = bad_steps.judge_step, bad_steps.settle
+    module.check_step, checkpoints.check_unread_step = bad_steps.check_step, bad_steps.check_unread_step
     stop_requests = StopRequestCallback(
         folder, ranks, collectives, context.signals, checkpoints, heartbeat, report.event_log
     )

@@ -102,7 +102,7 @@ def verdict(tmp_path, *changes):
     config = load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
     facts = gather(config, hardware_here("cpu"), try_it=False)
     facts = replace(facts, held_out=_try_held_out(config, 257, fetch_remote=False))
-    return next((rule_verdict for rule_verdict in judge(facts) if rule_verdict.rule == RULE), None)
+    return next((rule_verdict for rule_verdict in check_rules(facts) if rule_verdict.rule == RULE), None)
 
 
 def test_preflight_checks_the_data_of_the_evaluation(tmp_path, sets):

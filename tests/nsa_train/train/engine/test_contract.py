@@ -201,7 +201,7 @@ class BadStep(BadStepCallback):
         super().__init__(None, None, None, None, None)
         self.rolled_back = []
 
-    def judge_step(self, loss, grad_norm):
+    def check_step(self, loss, grad_norm):
         if self.step == STEPS and not self.rolled_back:
             raise _RollBack("too high")
         return False
@@ -221,7 +221,7 @@ def test_trainer_rolls_back_and_begins_the_next_epoch(engine):
     """The loop of `fit` calls `_fit_epoch` again after one that rolled back, at the step of the checkpoint."""
     trainer, bad_steps = engine.trainer(), BadStep()
     trainer.add_callback("bad_steps", bad_steps)
-    trainer.train_module.judge_step = bad_steps.judge_step
+    trainer.train_module.check_step = bad_steps.check_step
     trainer.train()
     assert bad_steps.rolled_back == [("too high", STEPS)]
     assert trainer.global_step == STEPS
@@ -237,15 +237,15 @@ def test_trainer_keeps_and_reduces_no_metrics(engine):
 # Train module
 
 
-def test_train_module_leaves_out_a_step_that_is_judged_bad(engine):
+def test_train_module_leaves_out_a_step_that_is_bad(engine):
     trainer = engine.trainer()
     module, seen = trainer.train_module, []
 
-    def judge(loss, grad_norm):
+    def always_bad(loss, grad_norm):
         seen.append((torch.isfinite(loss).item(), grad_norm.item() > 0))
         return True
 
-    module.judge_step = judge
+    module.check_step = always_bad
     before = {name: value.clone() for name, value in module.model.state_dict().items()}
     trainer.fit()
     assert seen == [(True, True)] * STEPS
@@ -495,7 +495,7 @@ UPGRADES = {
         rewrite, Trainer, "fit", "while not self.training_complete:", "if not self.training_complete:",
     ),
     "optim_step": (
-        test_train_module_leaves_out_a_step_that_is_judged_bad, rename, "optim_step", Trainer, TransformerTrainModule
+        test_train_module_leaves_out_a_step_that_is_bad, rename, "optim_step", Trainer, TransformerTrainModule
     ),
     "one pass": (
         test_train_module_makes_one_pass_without_a_trainer, rename, "model_forward", TransformerTrainModule

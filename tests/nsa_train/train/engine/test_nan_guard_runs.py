@@ -314,7 +314,7 @@ def resumed(tmp_path_factory):
     )
 
 
-def test_a_resumed_run_judges_as_if_never_stopped(resumed):
+def test_a_resumed_run_decides_as_if_never_stopped(resumed):
     folder, codes = resumed
     assert set(map(tuple, codes.values())) == {(0,)}
     assert skipped(folder / "stopped") == skipped(folder / "whole")

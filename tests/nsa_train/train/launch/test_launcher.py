@@ -57,7 +57,7 @@ STEPS = 12
         ({0: 12, 1: 10}, 1, 10, False),
     ],
 )
-def test_only_what_can_get_better_is_restarted(codes, agent, code, again):
+def test_only_transient_failures_are_restarted(codes, agent, code, again):
     outcome = _classify_exit(codes, agent)
     assert (outcome.code, outcome.restartable) == (code, again)
 

@@ -60,8 +60,8 @@ class StopRequestCallback(Callback):
             self._end(ExitCode.REGROUP, names.STOPPED, EventKind.STOP, "another node waits to join the run")
 
     def _end(self, code: int, msg: str, kind: EventKind, detail: str) -> None:
-        if self.checkpoints.settle is not None:
-            self.checkpoints.settle()  # here, where a rollback is still possible
+        if self.checkpoints.check_unread_step is not None:
+            self.checkpoints.check_unread_step()  # here, where a rollback is still possible
         self.exit_code = code
         self.heartbeat.beat(msg, detail=detail)
         if self.event_log is not None:

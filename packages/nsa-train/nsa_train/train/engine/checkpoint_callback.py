@@ -20,7 +20,7 @@ class CheckpointCallback(CheckpointerCallback):
     `save_interval` and `save_async` are used: retention is the checkpointer's.
     """
 
-    settle: Callable[[], None] | None = None
+    check_unread_step: Callable[[], None] | None = None
     """Called before every save: what must be known of the last step."""
     saving: "Future[Any] | None" = None
     """A save in the background that has not been waited for."""
@@ -63,8 +63,8 @@ class CheckpointCallback(CheckpointerCallback):
             self.checkpointer.wait_for_save(saving)
 
     def _save(self, *, in_background: bool) -> None:
-        if self.settle is not None:
-            self.settle()
+        if self.check_unread_step is not None:
+            self.check_unread_step()
         self.wait_for_save()
         if in_background:
             path, self.saving = self.trainer.save_checkpoint_async()

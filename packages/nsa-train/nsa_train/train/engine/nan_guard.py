@@ -218,7 +218,7 @@ class BadStepCallback(Callback):
     """Decide on the device, and read the numbers later."""
     _unread: _UnreadStep | None = None
 
-    def settle(self) -> None:
+    def check_unread_step(self) -> None:
         """Read the numbers of the last step, if they are unread, and act on them; raises `_RollBack`."""
         if (unread := self._unread) is None:
             return
@@ -234,9 +234,9 @@ class BadStepCallback(Callback):
     def post_train_batch(self) -> None:
         """Before the heartbeat of a log step, and before the last save, which comes after the training loop."""
         if self.heartbeat.due() or self.trainer.training_complete:
-            self.settle()
+            self.check_unread_step()
 
-    def judge_step(self, loss: Tensor, grad_norm: Tensor) -> Tensor | bool:
+    def check_step(self, loss: Tensor, grad_norm: Tensor) -> Tensor | bool:
         """Whether to skip the step, on all ranks alike, or, deferred, that answer on the device; may raise
         `_RollBack`."""
         if self.deferred:
@@ -253,7 +253,7 @@ class BadStepCallback(Callback):
 
     def _decide_on_device(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """1 if this step must not be made, as the fused optimizer takes it, without waiting for the device."""
-        self.settle()
+        self.check_unread_step()
         top_loss, top_norm = self.policy.tops()
         mean_loss, norm = loss.detach().double(), grad_norm.detach().double()
         if dist.is_initialized():

@@ -21,10 +21,10 @@ from nsa_train.train.engine.transformer import SCORE_SUMS
 
 class StepSkippingTrainModule(TransformerTrainModule):
     """Trains on batches as the engine does, except that every label of the global batch weighs as much, however labels
-    are divided among ranks, and that `judge_step` may leave out the optimizer's step.
+    are divided among ranks, and that `check_step` may leave out the optimizer's step.
     """
 
-    judge_step: Callable[[Tensor, Tensor], Tensor | bool] | None = None
+    check_step: Callable[[Tensor, Tensor], Tensor | bool] | None = None
     """Called with this rank's loss and the gradient norm; returns what `step_unless_bad` takes."""
     step_loss: Tensor | None = None
     """This rank's share of the loss of the last batch: the mean over all ranks is the loss."""
@@ -43,7 +43,7 @@ class StepSkippingTrainModule(TransformerTrainModule):
         assert self.max_grad_norm is not None
         assert self.step_loss is not None
         self.step_grad_norm = self.clip_gradients(self.max_grad_norm)
-        bad = self.judge_step(self.step_loss, self.step_grad_norm) if self.judge_step is not None else False
+        bad = self.check_step(self.step_loss, self.step_grad_norm) if self.check_step is not None else False
         step_unless_bad(self.optim, bad, self._set_learning_rates)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
