@@ -1,0 +1,164 @@
+"""The story corpus: the same for a seed, correct in form, varied, and in the columns of the shipped corpus."""
+
+import re
+import sys
+from itertools import islice
+from random import Random
+
+import pyarrow.parquet as pq
+import pytest
+
+from nsa_train.shipped import CORPUS
+from tools.stories import __main__ as program
+from tools.stories import documents as teller
+from tools.stories.grammar import Grammar, sentences, split_outside, tidy
+
+NUMBER = 2000
+FACTS = {"animals", "questions", "reasons", "ways"}
+WRONG = {
+    "markup that was not expanded": r"[\[\]{}<>|~_]",
+    "article before a vowel": r"\b[Aa] (?!us|uni|one\b)[aeiou]",
+    "article before a consonant": r"\b[Aa]n (?!honest|hour)[^aeiou]",
+    "two articles": r"\b([Tt]he|[Aa]n?) (the|an?|his|her)\b",
+    "word repeated": r"\b(he|she|the|and|was|to|of|a|his|her) \1\b",
+    "space before a mark": r" [,.!?]",
+    "two marks": r"[,.!?]{2}|[.!?]\"[.,]",
+    "sentence without a capital": r"[.!?] \"?[a-z]",
+    "no space after a mark": r"[.,!?][A-Za-z]",
+    "number with a singular": r"\b(?:two|three|four|five|six|seven|ten|twelve) (?:step|day|piece|coin|hen|stone)\b",
+    "present form in a tale": r"\b(?:he|she) (?:goes|runs|sees|says|walks)\b",
+}
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    return []
+
+
+@pytest.fixture(scope="module")
+def corpus(dropped):
+    """Documents of one seed; `dropped` has the lines of plots that repeated a sentence at every attempt."""
+    original = teller.StoryTeller._new
+
+    def new(self, template, *rest):
+        text = original(self, template, *rest)
+        if not text:
+            dropped.append(template)
+        return text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teller.StoryTeller, "_new", new)
+        return list(islice(teller.documents(Random(3)), NUMBER))
+
+
+def test_a_seed_gives_the_same_documents_and_another_seed_others(corpus):
+    assert list(islice(teller.documents(Random(3)), 50)) == corpus[:50]
+    assert list(islice(teller.documents(Random(4)), 50)) != corpus[:50]
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_form(corpus, fault):
+    """The marks of dialogue and questions count as text of their own."""
+    wrong = re.compile(WRONG[fault])
+    stories_only = fault == "present form in a tale"
+    hits = [
+        text[max(0, hit.start() - 30) : hit.end() + 30]
+        for title, text in corpus
+        if not (stories_only and title in FACTS)
+        for hit in wrong.finditer(text)
+    ]
+    assert hits == []
+
+
+def test_no_line_of_a_plot_is_lost_and_no_sentence_comes_twice_in_a_story(corpus, dropped):
+    assert dropped == []
+    for title, text in corpus:
+        if title not in FACTS:
+            told = sentences(text.partition("\n\nQuestion:")[0])
+            assert len(set(told)) == len(told), text
+            assert 8 <= len(told) <= 60, text
+
+
+def test_documents_share_few_sentences(corpus):
+    texts = [text for _, text in corpus]
+    assert program.distinct_share(sentence for text in texts for sentence in sentences(text)) > 0.6
+    assert program.distinct_share(gram for text in texts for gram in program.five_grams(text)) > 0.35
+    words = {word for text in texts for word in re.findall(r"[a-z]+", text.lower())}
+    assert 1500 < len(words) < 3000
+    assert len({title for title, _ in corpus} - FACTS) >= 30
+    assert sum(text.startswith("Once upon a time") for text in texts) > NUMBER / 20
+    assert sum(text.startswith("The ") for text in texts) > NUMBER / 20
+
+
+def test_an_answer_names_only_what_the_story_told(corpus):
+    """Names of people and the words of the question's thing."""
+    asked = 0
+    for title, text in corpus:
+        story, *pairs = text.split("\n\nQuestion: ")
+        if title not in FACTS:
+            for pair in pairs:
+                asked += 1
+                question, answer = pair.split("\nAnswer: ")
+                assert question.endswith("?")
+                assert answer.endswith((".", "!", '"')), answer
+                for name in re.findall(r"(?<!^)(?<![.!?] )\b[A-Z][a-z]+", answer):
+                    assert name in story, text
+    assert asked > NUMBER / 4
+
+
+def test_the_pronoun_of_a_main_character_is_the_same_throughout():
+    grammar = Grammar()
+    grammar.read(teller.HERE / "words.txt")
+    tellers = teller.StoryTeller(grammar, grammar.read(teller.HERE / "plots.txt"))
+    for seed in range(40):
+        people = tellers._characters("child", Random(seed))
+        girl = people["A"] in teller._NAMES["she"]
+        assert (people["he"], people["himself"], people["kind"]) == (
+            ("she", "herself", "girl") if girl else ("he", "himself", "boy")
+        )
+        assert (people["bhe"], people["bkind"]) == (("he", "boy") if girl else ("she", "girl"))
+        assert people["C"] != people["A"]
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        ("a owl saw a unicorn and a honest man", "An owl saw a unicorn and an honest man"),
+        ('the end. "a apple?" asked tom. he  ran', 'The end. "An apple?" asked tom. He ran'),
+    ],
+)
+def test_tidy(text, result):
+    assert tidy(text) == result
+
+
+def test_rules_are_expanded_anew_and_variables_once(tmp_path):
+    file = tmp_path / "small.txt"
+    file.write_text("<colour>\n  red\n  blue\nhat = a [<colour>|<colour>] hat\n== plot\nthe = x / [a/b] | y\n")
+    with pytest.raises(ValueError, match="the needs 1 parts"):
+        Grammar().read(file)
+    file.write_text("<colour>\n  red\n  blue\nhat = a <colour> hat\n== plot\nlast line\n")
+    grammar = Grammar()
+    (section,) = grammar.read(file)
+    assert section.lines == ["last line"]
+    random, seen = Random(1), set()
+    for _ in range(40):
+        values = grammar.bind(section, {}, random)
+        text = grammar.expand("{hat}, {the_hat}, <colour>", values, random)
+        first, second, colour = text.split(", ")
+        assert second == first.replace("a ", "the ", 1)
+        seen.add((first, colour))
+    assert len(seen) == 4
+    assert split_outside("one [a / b] / two", "/") == ["one [a / b]", "two"]
+
+
+def test_the_file_has_the_columns_of_the_shipped_corpus(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "stories.parquet"
+    monkeypatch.setattr(sys, "argv", ["stories", str(out), "--documents", "200", "--seed", "5", "--print", "2"])
+    program.main()
+    assert capsys.readouterr().out.count("--- ") == 2
+    table = pq.read_table(out)
+    assert table.schema.equals(pq.read_schema(CORPUS))
+    texts = table["text"].to_pylist()
+    assert len(texts) == len(set(texts)) == 200
+    assert 150_000 < sum(map(len, texts)) < 300_000
+    assert out.stat().st_size < 70_000
