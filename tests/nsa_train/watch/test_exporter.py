@@ -24,12 +24,13 @@ from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
 from nsa_train import names
+from nsa_train.listen_address import is_loopback
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.watch import exporter
-from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, _run_names, _SharedScrapes, is_loopback
+from nsa_train.watch.exporter import SHARED_S, MetricsExporter, RunsCollector, _run_names, _SharedScrapes
 
 SECRET = "hunter2-do-not-tell"
 
