@@ -24,7 +24,7 @@ TRAINER_LAYERS = (
     ("record", "checkpoint"),
     ("data", "config"),
     ("storage",),
-    ("names", "terminal_text", "shipped", "listen_address"),
+    ("names", "terminal_text", "shipped"),
 )
 LIBRARY_LAYERS = (
     ("check", "bench"),

@@ -1,5 +1,6 @@
 """The documentation site: it builds without warnings, no page is left out, and every link in it leads somewhere."""
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 
 from proofs import import_path
 from tests.docs.conftest import ROOT
+from tests.ops.needs import programs
 
 pytestmark = pytest.mark.nightly
 
@@ -99,6 +101,39 @@ def test_the_site_loads_nothing_from_another_host(site: Path):
         parser.addresses = []
         parser.feed(page.read_text(encoding="utf-8"))
         assert parser.addresses == [], page
+
+
+_MEASURE = """<script>document.fonts.ready.then(() => {
+  const wrappers = [...document.querySelectorAll(".table-wrapper")];
+  const tables = wrappers.filter(wrapper => wrapper.textContent.includes("meaning"));
+  const boxes = tables.flatMap(table => [table, ...table.querySelectorAll("td")]);
+  const cut = boxes.filter(box => box.scrollWidth > box.clientWidth + 1);
+  parent.postMessage([innerWidth, boxes.length, cut.length].join(" "), "*");
+})</script>"""
+_FRAME = """<iframe src="{page}" width="{width}" height="900"></iframe>
+<script>onmessage = message => document.body.dataset.widths = message.data</script>"""
+
+
+@pytest.mark.parametrize("page", ["CONFIG", "ENV"])
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_no_column_of_the_settings_is_cut(site: Path, page: str, width: int):
+    """In a frame: a browser's own window is at least 500 pixels wide."""
+    measured, frame = site / f"measured_{page}_{width}.html", site / f"frame_{page}_{width}.html"
+    measured.write_text((site / f"{page}.html").read_text(encoding="utf-8").replace("</body>", f"{_MEASURE}</body>"))
+    frame.write_text(_FRAME.format(page=measured.name, width=width))
+    try:
+        command = [programs("chromium")["chromium"], "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        words = ["--window-size=1600,1000", "--virtual-time-budget=5000", frame.as_uri()]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=300, check=True)
+    finally:
+        measured.unlink()
+        frame.unlink()
+    match = re.search(r'data-widths="(\d+) (\d+) (\d+)"', done.stdout)
+    assert match, done.stderr[-2000:]
+    shown, boxes, cut = map(int, match.groups())
+    assert shown == width
+    assert boxes > 100
+    assert cut == 0, "boxes whose content is wider than they are"
 
 
 def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):

@@ -63,16 +63,18 @@ def test_results_are_printed_written_merged_and_reported(run):
     assert "associative_recall" in html
 
 
-def test_an_exported_folder_is_evaluated_and_still_loads(run, tmp_path):
+def test_an_exported_folder_is_evaluated_and_stays_as_it_was(run, tmp_path):
     export_folder(run, tmp_path / "exported")
+    exported = sorted((tmp_path / "exported").rglob("*"))
     for task in ("needle", "needle_multikey"):
         done = evaluate(tmp_path / "exported", "--tasks", task, *FAST)
         assert done.exit_code == 0, done.output
     done = evaluate(tmp_path / "exported", *FAST, "--tasks", "held_out_loss", "--data", tmp_path / "held.jsonl")
     assert done.exit_code == 0, done.output
-    (evaluation,) = read_evaluations(tmp_path / "exported")
-    assert set(evaluation.far_tasks) == {"needle", "needle_multikey"}
-    assert evaluation.held_out["tokens"] > 0
+    results = json.loads((tmp_path / "exported_evaluations" / "step20.json").read_text())["results"]
+    assert set(results) == {"needle", "needle_multikey", "held_out_loss"}
+    assert sorted((tmp_path / "exported").rglob("*")) == exported
+    export_folder(run, tmp_path / "exported", overwrite=True)
     import_folder(tmp_path / "exported", tmp_path / "imported")
     export_folder(tmp_path / "imported", tmp_path / "again")
     assert (tmp_path / "again" / "README.md").read_bytes() == (tmp_path / "exported" / "README.md").read_bytes()
@@ -100,7 +102,7 @@ def test_the_same_seed_gives_the_same_results(run, tmp_path):
         ["--lm-eval", "ruler_vt"],
         ["--tasks", "agreement"],
         ["--tasks", "layers"],
-        ["--lm-eval", "lambada", "--against", "."],
+        ["--lm-eval", "lambada", "--against", "dense"],
     ],
 )
 def test_wrong_options_are_refused(run, words):
@@ -149,8 +151,9 @@ def test_a_converted_model_is_evaluated_beside_its_dense_self(converted):
     assert done.exit_code == 0, done.output
     assert re.search(r"`nsa convert --keep-dense \d` removes \d+ % of the divergence", done.stdout)
     assert "█" in done.stdout
-    assert (converted / "sparse" / "evaluations" / "model_layers.svg").read_text().startswith("<svg")
-    (evaluation,) = read_evaluations(converted / "sparse")
+    beside = converted / "sparse_evaluations"
+    assert (beside / "model_layers.svg").read_text().startswith("<svg")
+    evaluation = checked_results(None, json.loads((beside / "model.json").read_text())["results"])
     assert evaluation.unreadable == 0
     assert evaluation.held_out["loss"] == pytest.approx(evaluation.agreement["loss"])
     assert evaluation.held_out_against["loss"] == pytest.approx(evaluation.agreement["against_loss"])
@@ -202,4 +205,4 @@ def test_a_reference_with_another_vocabulary_is_refused(converted):
     done = evaluate(converted / "sparse", *words)
     assert isinstance(done.exception, ConfigError), done.output
     assert "257 and 300" in str(done.exception)
-    assert not (converted / "sparse" / "evaluations" / "model.json").exists()
+    assert not (converted / "sparse_evaluations" / "model.json").exists()

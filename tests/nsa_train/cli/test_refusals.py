@@ -48,11 +48,22 @@ def refused(command: str, tmp_path: Path, *words: str) -> tuple[set[str], str]:
 MISSING = ("data.dataset=local", "data.path=nowhere/at/all")
 
 
-@pytest.mark.parametrize("command", ["train", "preflight", "estimate"])
-def test_another_run_and_missing_data_are_reported_together(command, tmp_path, occupied):
-    rules, _ = refused(command, tmp_path, *MISSING, *(["--no-dry-run"] if command == "preflight" else []))
-    assert rules == {"other_run", "data"}
+def test_another_run_and_missing_data_are_reported_together(tmp_path, occupied):
+    assert refused("train", tmp_path, *MISSING)[0] == {"other_run", "data"}
     assert sorted(path.name for path in occupied.rglob("*")) == ["checkpoints", "step5"]
+
+
+@pytest.mark.parametrize(("command", "more"), [("preflight", ["--no-dry-run"]), ("estimate", [])])
+def test_commands_that_only_calculate_accept_a_folder_with_a_run(command, more, tmp_path, occupied):
+    (occupied / ".HALT").write_text("halt: look at me\n")
+    words = [command, str(write_config(tmp_path)), f"train.out_dir={occupied}", "data.dataset=synthetic", *more]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    if command == "preflight":
+        assert re.search(r"^allowed +other_run ", done.stdout, re.MULTILINE)
+        assert "add --resume" in " ".join(done.stdout.split())
+    assert refused(command, tmp_path, *MISSING, *more)[0] == {"data"}
+    assert sorted(path.name for path in occupied.rglob("*")) == [".HALT", "checkpoints", "step5"]
 
 
 def test_the_launcher_refuses_before_any_rank_starts(tmp_path, occupied):

@@ -24,7 +24,6 @@ from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
 from nsa_train import names
-from nsa_train.listen_address import is_loopback
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
@@ -260,15 +259,6 @@ def test_another_encoding_or_path_is_another_answer():
     assert ask(shared, HTTP_ACCEPT_ENCODING="gzip")[1] == b"2 gzip"
     assert ask(shared, PATH_INFO="/favicon.ico")[1] == b"3 "
     assert ask(shared)[1] == b"1 "
-
-
-@pytest.mark.parametrize(
-    ("host", "safe"),
-    [("127.0.0.1", True), ("127.0.0.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
-     ("", False), ("10.1.2.3", False), ("node7", False)],
-)  # fmt: skip
-def test_loopback_addresses_are_recognised(host, safe):
-    assert is_loopback(host) == safe
 
 
 def test_a_port_in_use_is_an_error_with_the_way_out(tmp_path):

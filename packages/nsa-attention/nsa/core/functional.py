@@ -199,10 +199,11 @@ class _QueryBatch:
             raise ConfigError(f"q is {q_BSHK.dtype}: attention computes with floating-point numbers. Cast q, k and v.")
         n_batch, length, n_heads, d_k = q_BSHK.shape
         self.n_groups = k_BTGK.shape[2]
+        self._shapes = q_BSHK.shape, k_BTGK.shape
         if self.n_groups < 1 or n_heads < 1 or n_heads % self.n_groups:
             raise ConfigError(
                 f"q has {n_heads} heads and k {self.n_groups} groups: every group has the same number of heads. Pass "
-                f"queries of a multiple of {max(1, self.n_groups)} heads."
+                f"queries of a multiple of {max(1, self.n_groups)} heads.{self._sdpa_hint()}"
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
         self.kernels = backend_request(kernels)
@@ -262,7 +263,7 @@ class _QueryBatch:
         if len(shape) > 4 or any(a not in (b, 1) for a, b in zip(reversed(shape), reversed(want), strict=False)):
             raise ConfigError(
                 f"gates have shape {list(shape)}: one number per token, head and branch ({', '.join(BRANCH_ORDER)}) is "
-                f"needed. Pass {list(want)} or what broadcasts to it."
+                f"needed. Pass {list(want)} or what broadcasts to it.{self._sdpa_hint()}"
             )
         if gates_BSH3.is_complex():
             raise ConfigError(f"gates are {gates_BSH3.dtype}: they must be real numbers.")
@@ -286,6 +287,16 @@ class _QueryBatch:
         sorted_ = sorted_.masked_fill(again, none).sort(-1).values
         return self.rows(sorted_.masked_fill(sorted_ == none, -1))
 
+    def _sdpa_hint(self) -> str:
+        """Advice for errors about shapes, if queries and keys look like [batch, heads, tokens, width]."""
+        (_, heads, length, _), (_, groups, tokens, _) = self._shapes
+        if not 0 < groups <= heads < length or heads % groups or tokens < groups:
+            return ""
+        return (
+            f" These look like the [batch, heads, tokens, width] of F.scaled_dot_product_attention ({heads} heads, "
+            f"{length} tokens): pass x.transpose(1, 2) of q, k and v."
+        )
+
     def _check_keys(self, branch: str, k: Tensor, v: Tensor, tokens: tuple[int, ...]) -> None:
         require_one_dtype(self.q_BSGRK, k, v)
         want = (*tokens, self.n_groups)
@@ -293,7 +304,7 @@ class _QueryBatch:
             raise ConfigError(
                 f"{branch} keys have shape {list(k.shape)} and values {list(v.shape)}: with queries for "
                 f"{list(self.shape)} tokens, {self.n_groups} groups and {self.geometry} they must be "
-                f"{[*want, self.d_k]} and {[*want, 'V']}."
+                f"{[*want, self.d_k]} and {[*want, 'V']}.{self._sdpa_hint()}"
             )
 
 

@@ -41,6 +41,20 @@ class AttentionHolder(nn.Module):
         return super().train(mode)
 
 
+def embedded(embeddings: nn.Embedding, tokens_BS: Tensor) -> Tensor:
+    """Embed token ids; on a CPU, ids that the vocabulary does not have are refused."""
+    if torch.compiler.is_compiling():
+        return embeddings(tokens_BS)
+    try:
+        return embeddings(tokens_BS)
+    except IndexError as error:
+        raise ConfigError(
+            f"token ids reach from {tokens_BS.min()} to {tokens_BS.max()} and the vocabulary has "
+            f"{embeddings.num_embeddings}: they must be 0 to {embeddings.num_embeddings - 1}. Use the model's own "
+            f"tokenizer, or make the model with a larger vocab_size."
+        ) from error
+
+
 def _layer_parameters(layer: NSAAttention, of_nsa: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters of a layer as parts of an NSA layer's: what kinds share starts from the same values.
 

@@ -309,7 +309,16 @@ class NSAAttention(nn.Module):
         if selector_loss is not None:
             probe.figures["selector_loss"] = selector_loss.detach()
 
+    def require_width(self, x_BSD: Tensor) -> None:
+        """Refuse hidden states of another width than the layer's."""
+        if x_BSD.shape[-1] != self.dim:
+            raise ConfigError(
+                f"the input has shape {list(x_BSD.shape)} and the layer dim={self.dim}: it must be [batch, tokens, "
+                f"{self.dim}]. Pass hidden states of that width, or make the layer with their width as dim."
+            )
+
     def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
+        self.require_width(x_BSD)
         heads = (self.n_kv_groups, -1)
         needed = (*x_BSD.shape[:2], self.rotary.rotary_dim // 2)
         if tables[0].shape != needed:

@@ -20,6 +20,7 @@ from transformers.utils.generic import can_return_tuple
 from nsa.core.init import init_module
 from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import layer_config
+from nsa.core.model_layers import embedded
 from nsa.core.positions import checked_position_ids, padding_of
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError
@@ -105,7 +106,10 @@ class NSAModel(NSAPreTrainedModel):
                 "output_attentions was requested: NSA never holds attention weights. `NSAAttention.probe` records the "
                 "gates and the chosen blocks."
             )
-        x_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = embedded(self.embed_tokens, input_ids)
+        x_BSD = inputs_embeds
         batch, length = x_BSD.shape[:2]
         use_cache = self.config.use_cache if use_cache is None else use_cache
         # A cache would cut the gradients off, so none is made while they are computed.

@@ -13,7 +13,7 @@ from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import broken_pattern_rules, layer_config, repeated
-from nsa.core.model_layers import NSACache, layer_of_kind, locate_layers
+from nsa.core.model_layers import NSACache, embedded, layer_of_kind, locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules
@@ -38,6 +38,7 @@ def run_blocks(
     if not blocks:
         return x_BSD
     layers = [block.attention for block in blocks]
+    layers[0].require_width(x_BSD)  # before the norm of the first block
     located = locate_layers(layers, x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, labels=labels, **positions)
     padding = located[0].padding
     if padding is not None:
@@ -163,7 +164,7 @@ class NSATransformer(nn.Module):
     def _hidden(
         self, tokens_BS: Tensor, cache: NSACache | None, options: SequenceOptions, labels: LossLabels | None = None
     ) -> Tensor:
-        x_BSD, blocks = self.embeddings(tokens_BS), self._blocks()
+        x_BSD, blocks = embedded(self.embeddings, tokens_BS), self._blocks()
         if cache is None:
             return run_blocks(x_BSD, blocks, [None] * len(blocks), labels=labels, **options)
         if len(cache.layers) != len(self.blocks):

@@ -39,13 +39,13 @@ def estimate(
     config = resolve(arguments or [])
 
     from nsa_train.planning.hardware import parse_target
-    from nsa_train.planning.preflight_rules import check_names, check_rules, failed, require_passed
+    from nsa_train.planning.preflight_rules import DECIDED_AT_START, check_names, check_rules, failed, require_passed
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
     hardware = parse_target(target, config.runtime.device)
     facts = gather(config, hardware, efficiency=efficiency, price=price, try_it=False)
-    verdicts = check_rules(facts, allow)
+    verdicts = check_rules(facts, (*allow, *DECIDED_AT_START))
     if as_json:
         content = as_dict(facts.estimate) if facts.estimate is not None else {}
         print_json({**content, "refused_by": [verdict.rule for verdict in failed(verdicts)]})

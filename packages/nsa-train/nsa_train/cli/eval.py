@@ -7,7 +7,6 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_count, parse_lengths
-from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_packages
 from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model, open_reference
 from nsa_train.cli.outputs import print_error, print_json, print_line, require_writable_file
 
@@ -23,6 +22,7 @@ _AGAINST_HELP = "Compare with this model: the dense folder that was converted, o
 _LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
 _HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
 _LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
+_OUT_HELP = "Results file (default: RUN/evaluations/stepN.json, or EXPORTED_evaluations/stepN.json)."
 _WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -35,14 +35,14 @@ def evaluate(
     depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),
     limit: int = typer.Option(None, "--limit", min=1, help="Examples for every length and depth (default 20)."),
     rows: int = typer.Option(256, "--rows", min=0, help="Rows for the held-out loss; 0: all there are."),
-    against: Path = typer.Option(None, "--against", metavar="DENSE", callback=find_model, help=_AGAINST_HELP),
+    against: Path = typer.Option(None, "--against", metavar="DENSE", help=_AGAINST_HELP),
     layer_rows: int = typer.Option(4, "--layer-rows", min=1, help="Rows for the task layers."),
     seed: int = typer.Option(0, "--seed", min=0, help="Random seed of far tasks."),
     data: str = typer.Option(None, "--data", help="Held-out data (default: the run's own): a prepared set, or files."),
     seq_len: str = typer.Option(None, "--seq-len", metavar="4k", help="Row length of held-out data."),
     hay: str = typer.Option(None, "--hay", help=_HAY_HELP),
     lm_eval: str = typer.Option(None, "--lm-eval", metavar="TASKS", help=_LM_EVAL_HELP),
-    out: Path = typer.Option(None, "--out", help="Results file (default: RUN/evaluations/stepN.json)."),
+    out: Path = typer.Option(None, "--out", help=_OUT_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON and nothing else on stdout."),
     device: str = DEVICE,
     dtype: str = DTYPE,
@@ -72,15 +72,14 @@ def evaluate(
     """
     if context.args and lm_eval is None:
         raise ConfigError(f"unknown option {context.args[0]}. Options of the harness need --lm-eval TASKS.")
-    require_packages(*MODEL_PACKAGES, *(["lm_eval"] if lm_eval is not None else []))
     if lm_eval is not None:
         if against is not None:
             raise ConfigError(
                 "--against and --lm-eval were given: the harness scores one model. Leave one of them out."
             )
         from nsa_train.infer.evaluation.lm_eval import evaluate_with_harness
-    from nsa_train.infer.evaluation.run import EvaluationRequest, results_folder
-    from nsa_train.record.evaluations import evaluation_file, merge_results, require_mergeable
+    from nsa_train.infer.evaluation.run import EvaluationRequest, results_file
+    from nsa_train.record.evaluations import merge_results, require_mergeable
 
     request = EvaluationRequest(
         tasks=_words(tasks),
@@ -99,7 +98,7 @@ def evaluate(
         model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file, needs_text=lm_eval is not None
     )
     reference = None if against is None else open_reference(against, loaded, key_file=key_file)
-    path = out or evaluation_file(results_folder(loaded.source), loaded.source.step)
+    path = out or results_file(loaded.source)
     require_writable_file(path)
     require_mergeable(path)
     if lm_eval is None:

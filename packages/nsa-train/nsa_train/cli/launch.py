@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa import errors
-from nsa.errors import CheckpointError, NSAError
+from nsa.errors import NSAError
 from nsa_train.cli.config import resolve
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
@@ -82,11 +82,7 @@ def launch_ranks(
 
     config = resolve(words)  # a wrong config is reported here, before any rank starts
     check_names(options.allow)
-    if options.resume_from is not None and not options.resume_from.is_dir():
-        raise CheckpointError(
-            f"--resume-from is {str(options.resume_from)!r}, which is not a folder: there is nothing to resume from. "
-            "Name a run folder or a checkpoint in it."
-        )
+    options.require_resume_folder()
     settings = LaunchSettings(
         command=[sys.executable, "-m", "nsa_train.cli", "train", *words],
         run_folder=Path(config.train.out_dir),

@@ -35,7 +35,8 @@ def preflight(
 
     The dry run reads a real batch, runs a step and writes a checkpoint on this machine; for another `--target` it runs
     the step with fake tensors. Rules that could not be checked are listed with the reason. The dry run is a separate
-    process with memory and time limits; parts that do not fit on this machine are skipped.
+    process with memory and time limits; parts that do not fit on this machine are skipped. A run folder that holds a
+    run or a `.HALT` file is reported and not refused: `nsa train` asks for --resume or --clear-halt there.
 
     **Examples:** `nsa preflight train_50k --target a100-80gb`, and on the training machine
     `nsa preflight train_50k --fetch`
@@ -43,7 +44,7 @@ def preflight(
     config = resolve(arguments or [])
 
     from nsa_train.planning.hardware import parse_target
-    from nsa_train.planning.preflight_rules import RuleStatus, check_names, check_rules
+    from nsa_train.planning.preflight_rules import DECIDED_AT_START, RuleStatus, check_names, check_rules
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
@@ -60,7 +61,7 @@ def preflight(
             time_limit_s=timeout,
             log=_progress(shown),
         )
-    verdicts = check_rules(facts, allow)
+    verdicts = check_rules(facts, (*allow, *DECIDED_AT_START))
     if as_json:
         print_json(_as_dict(facts, verdicts))
     else:
@@ -119,8 +120,7 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     if broken := failed(verdicts):
         rules = "1 rule fails" if len(broken) == 1 else f"{len(broken)} rules fail"
         console.print(f"Refused: {rules}.", style="bold red")
-        for line in how_to_override(broken):
-            console.print(line)
+        console.print(how_to_override(broken))
     else:
         unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
         rest = f", {unchecked} rules could not be checked" if unchecked else ""

@@ -14,7 +14,6 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train import names
-from nsa_train.cli.early_checks import find_run
 from nsa_train.cli.outputs import print_error, print_line, require_writable_file
 from nsa_train.terminal_text import duration, printable
 
@@ -164,7 +163,7 @@ def exporter(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
 
-    from nsa_train.listen_address import is_loopback
+    from nsa_train.train.launch.node_address import is_loopback
     from nsa_train.watch.conditions import changed_limits
     from nsa_train.watch.exporter import MetricsExporter
 
@@ -253,7 +252,7 @@ def _show(folder: Path, status: "RunStatus") -> None:
     rows = [("step", f"{status.step:,}{of}")]
     if status.loss is not None:
         how = f", mean of the last {status.loss_records} records" if status.loss_records > 1 else ""
-        rows.append(("loss", f"{status.loss:.4f} nats per token{how}"))
+        rows.append(("loss", f"{status.loss:.4f}{how}"))
     if status.toks_per_s is not None:
         rows.append(("throughput", f"{status.toks_per_s:,.0f} tokens/s"))
     if status.left_s is not None:
@@ -292,10 +291,9 @@ def _line(status: "RunStatus") -> str:
 
 
 def _folder(run: Path | None, directory: Path | None) -> Path:
-    path = run or directory
-    if path is None:
+    folder = run or directory
+    if folder is None:
         raise ConfigError("the run folder is missing: give it, e.g. artifacts/run (train.out_dir of its config).")
-    folder = find_run(path)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
     return folder

@@ -83,7 +83,7 @@ class ModelEvaluation:
 
 
 def read_evaluations(run: Path) -> list[ModelEvaluation]:
-    """All results below a run folder or an exported model, oldest step first; reading raises nothing."""
+    """All results below a run folder, oldest step first; reading raises nothing."""
     evaluations = []
     for path in (run / names.EVALUATIONS).glob("*.json"):
         step = names.step_of(path.stem)

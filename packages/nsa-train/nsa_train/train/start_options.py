@@ -5,6 +5,9 @@ launch`, the launcher and the run itself. They are not settings: a checkpoint do
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nsa.errors import CheckpointError
+from nsa_train import names
+
 
 @dataclass(frozen=True)
 class StartOptions:
@@ -28,6 +31,18 @@ class StartOptions:
     @property
     def resuming(self) -> bool:
         return self.resume or self.resume_from is not None
+
+    def require_resume_folder(self) -> None:
+        """Refuse a --resume-from that does not exist."""
+        path = self.resume_from
+        if path is None or path.is_dir():
+            return
+        there = sorted((step, each.name) for each in path.parent.glob("*") if (step := names.step_of(each.name)))
+        beside = f" {path.parent} holds {', '.join(name for _, name in there)}." if there else ""
+        raise CheckpointError(
+            f"--resume-from is {path}, which is not a folder: there is nothing to resume from.{beside} Name a run "
+            f"folder or a checkpoint in it."
+        )
 
     def to_args(self) -> list[str]:
         """Arguments of `nsa train` that give the same options."""

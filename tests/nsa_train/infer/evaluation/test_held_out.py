@@ -16,8 +16,9 @@ from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.data.rows.specs import DirectData, SyntheticData
 from nsa_train.data.tokenizer import train_bpe
 from nsa_train.infer.evaluation.held_out import bytes_per_token, held_out_data, rows_of
-from nsa_train.infer.evaluation.run import EvaluationRequest, evaluate_model, results_folder
+from nsa_train.infer.evaluation.run import EvaluationRequest, evaluate_model, results_file
 from nsa_train.infer.load_model import load_model
+from nsa_train.record.evaluations import evaluation_file
 from nsa_train.run_model import build_model
 from nsa_train.shipped import CORPUS
 from nsa_train.train.held_out_loss import batch_inputs, held_out_loss, next_token_labels
@@ -149,7 +150,7 @@ def test_hay_is_the_held_out_text_and_results_belong_to_the_run(run, loaded):
     assert record["settings"] == {"hay": str(held_out_data(loaded, None, None)), "seed": 3, "examples": 2}
     assert [(cell["length"], cell["depth"], cell["examples"]) for cell in record["cells"]] == [(600, 0, 2), (600, 1, 2)]
     assert seen == [("needle", done, 4) for done in (1, 2, 3, 4)]
-    assert results_folder(loaded.source) == run.resolve()
+    assert results_file(loaded.source) == evaluation_file(run.resolve(), loaded.source.step)
     assert isinstance(held_out_data(loaded, None, None), DirectData)
 
 

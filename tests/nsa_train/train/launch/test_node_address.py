@@ -6,7 +6,14 @@ import pytest
 
 from nsa.errors import ConfigError
 from nsa_train.train.launch import node_address
-from nsa_train.train.launch.node_address import interface_of, loopback_interface, make_secret, own_address, read_secret
+from nsa_train.train.launch.node_address import (
+    interface_of,
+    is_loopback,
+    loopback_interface,
+    make_secret,
+    own_address,
+    read_secret,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +52,12 @@ def test_a_secret_is_made_once_and_read_by_all(tmp_path):
     assert len(first) == 64
     assert read_secret(make_secret(tmp_path)) == first
     assert read_secret(make_secret(tmp_path / "other")) != first
+
+
+@pytest.mark.parametrize(
+    ("host", "safe"),
+    [("127.0.0.1", True), ("127.0.0.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False),
+     ("", False), ("10.1.2.3", False), ("node7", False)],
+)  # fmt: skip
+def test_loopback_is_told_from_the_rest(host, safe):
+    assert is_loopback(host) == safe

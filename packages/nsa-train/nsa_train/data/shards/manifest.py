@@ -175,7 +175,7 @@ def read_manifest(folder: StorageFolder) -> ShardManifest:
             )
         raise DataError(
             f"{folder.url} has no {MANIFEST_NAME}: it is not a prepared set, or `nsa data prepare` has not finished. "
-            "Run the same prepare command again; it continues where it stopped."
+            f"Write one with `nsa data prepare {folder.url} OUT`; one that was interrupted continues."
         )
     raw = folder.read_bytes(MANIFEST_NAME, limit=_LARGEST_MANIFEST_BYTES)
     return _parse_manifest(raw, f"{folder.url}/{MANIFEST_NAME}")

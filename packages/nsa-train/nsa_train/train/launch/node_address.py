@@ -48,7 +48,7 @@ def own_address(endpoint: str, listen: str | None) -> str:
         ):
             probe.connect((address, port))  # sends nothing, only chooses a route
             own = str(probe.getsockname()[0])
-            if ip_address(own).is_loopback and not _names_loopback(host):
+            if ip_address(own).is_loopback and not is_loopback(host):
                 raise ConfigError(
                     f"--rdzv-endpoint {endpoint} is {address} on this node, which the other nodes cannot reach. Give "
                     f"its address in place of its name, or --listen ADDRESS."
@@ -121,7 +121,8 @@ def _checked(listen: str) -> str:
     return listen
 
 
-def _names_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on this address."""
     with suppress(ValueError):
         return ip_address(host).is_loopback
     return host == "localhost"
