@@ -81,6 +81,7 @@ def test_no_line_of_a_plot_is_lost_and_no_sentence_comes_twice_in_a_story(corpus
 
 def test_documents_share_few_sentences(corpus):
     texts = [text for _, text in corpus]
+    assert len(set(texts)) == NUMBER
     assert program.distinct_share(sentence for text in texts for sentence in sentences(text)) > 0.6
     assert program.distinct_share(gram for text in texts for gram in program.five_grams(text)) > 0.35
     words = {word for text in texts for word in re.findall(r"[a-z]+", text.lower())}

@@ -229,11 +229,15 @@ def question_text(question: str, answer: str) -> str:
 
 
 def documents(random: Random) -> Iterator[tuple[str, str]]:
-    """Titles and texts, without end: the same for the same state of `random`. Four of five are stories."""
+    """Titles and texts, without end and no text twice: the same for the same state of `random`. Most are stories."""
     grammar = Grammar()
     grammar.read(HERE / "words.txt")
     stories = StoryTeller(grammar, grammar.read(HERE / "plots.txt"))
     facts = FactTeller(grammar, grammar.read(HERE / "facts.txt"))
     kinds = {stories.story: 80, facts.questions: 10, facts.animal: 6, facts.essay: 4}
+    written = set()
     while True:
-        yield random.choices([*kinds], [*kinds.values()])[0](random)
+        title, text = random.choices([*kinds], [*kinds.values()])[0](random)
+        if text not in written:
+            written.add(text)
+            yield title, text
