@@ -24,7 +24,7 @@ TRAINER_LAYERS = (
     ("record", "checkpoint"),
     ("data", "config"),
     ("storage",),
-    ("names", "terminal_text", "shipped"),
+    ("names", "terminal_text", "shipped", "listen_address"),
 )
 LIBRARY_LAYERS = (
     ("check", "bench"),

@@ -32,6 +32,7 @@ PURPOSE = {
     "terminal_text": "escaping",
     "token_counts": "4k",
     "kernel_variables": "NSA_KERNEL",
+    "listen_address": "free ports",
     "shipped": "configs, a corpus",
     "errors": "exceptions, exit codes",
     "options": "enumerated settings",

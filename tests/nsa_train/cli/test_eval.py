@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_results(run, tmp_path):
         ["--lm-eval", "ruler_vt"],
         ["--tasks", "agreement"],
         ["--tasks", "layers"],
-        ["--lm-eval", "lambada", "--against", "dense"],
+        ["--lm-eval", "lambada", "--against", "."],
     ],
 )
 def test_wrong_options_are_refused(run, words):

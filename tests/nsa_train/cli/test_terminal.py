@@ -46,6 +46,32 @@ def test_help_fits_into_80_columns(path):
     assert not cut
 
 
+def test_help_groups_the_commands_by_what_a_person_does():
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    panels = re.findall(r"^╭─ ([\w ]+?) ─", text, re.MULTILINE)
+    assert panels == ["Options", "Start", "Train", "Watch", "Use a model", "Share a model", "Check"]
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "preflight", "estimate", "plan", "config show"])
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--lr", "1e-3"], "train.lr=1e-3"),
+        (["--lr=1e-3"], "train.lr=1e-3"),
+        (["--batch-size", "4"], "train.batch_size=4"),
+        (["--train.seq_len=512"], "train.seq_len=512"),
+        (["--weight-decay"], "train.weight_decay=VALUE"),
+        (["--no-such-thing", "1"], None),
+    ],
+)
+def test_a_setting_written_as_an_option_is_answered_with_the_word_to_type(command, words, answer):
+    result = CliRunner().invoke(app, [*command.split(), "configs/cpu_quickstart.yaml", *words])
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+    settings = re.findall(r"\w+\.\w+=\S+", result.output)
+    assert settings == ([answer] if answer else [])
+
+
 def environment(**more: str) -> dict[str, str]:
     inherited = {name: text for name, text in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CONFIG")}
     return inherited | {"PYTHONPATH": import_path()} | more

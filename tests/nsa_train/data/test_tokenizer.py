@@ -1,5 +1,6 @@
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -143,3 +144,22 @@ def test_held_out_is_a_stable_share_that_only_grows():
     assert all(is_held_out(i, 1.0) for i in ids)
     held_out = [i for i in range(10) if is_held_out(f"document-{i}", 0.5)]
     assert held_out == [6, 8, 9], "a changed hash would move documents between the splits of runs that exist"
+
+
+@pytest.mark.parametrize(
+    ("spec", "command"),
+    [
+        ("gpt2", "hf download gpt2 tokenizer.json --local-dir gpt2"),
+        ("openai-community/gpt2", "hf download openai-community/gpt2 tokenizer.json --local-dir gpt2"),
+        ("bpe.json", None),
+        ("folder/below/bpe", None),
+        ("../gpt2", None),
+    ],
+)
+def test_the_name_of_a_model_is_answered_with_the_command_that_downloads_its_tokenizer(
+    spec, command, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        load_tokenizer(spec)
+    assert re.findall(r"hf download [^`]*", str(refusal.value)) == ([command] if command else [])

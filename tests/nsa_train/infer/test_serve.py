@@ -13,7 +13,7 @@ pytest.importorskip("fastapi", reason="the server is in the serve extra")
 
 from nsa.errors import ConfigError
 from nsa_train.infer import load_model
-from nsa_train.infer.serve import _free_port
+from nsa_train.listen_address import free_port
 from proofs.load.serving import StreamingClient, put_under_load
 from tests.nsa_train.train.runs import environment
 from tests.trained_runs import write_run
@@ -152,8 +152,8 @@ def test_chat_without_a_template_is_refused_with_the_reason(server):
 def test_a_port_in_use_is_named(server):
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"port {port}"):
-        _free_port("127.0.0.1", port)
-    assert _free_port("127.0.0.1", 0) > 0
+        free_port("127.0.0.1", port)
+    assert free_port("127.0.0.1", 0) > 0
 
 
 def test_sigterm_finishes_the_request_and_ends_cleanly(server):

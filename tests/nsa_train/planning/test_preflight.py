@@ -1,5 +1,6 @@
 """Preflight rules on recorded facts: no case needs a run or a file."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -270,8 +271,47 @@ def test_the_suggested_fix_for_memory_is_enough():
     off = dict(gradient_checkpointing="off")
     assert "gradient_checkpointing=selective" in fix(train=dict(batch_size=64), runtime=off)
     assert "gradient_checkpointing=full" in fix(train=dict(batch_size=1024), runtime=off)
-    assert fix(train=dict(batch_size=1024)) == "Set train.batch_size=512 train.accumulate_grad_batches=2."
+    assert fix(train=dict(batch_size=1024)) == "Set train.batch_size=128 train.accumulate_grad_batches=8."
     assert "fsdp" in fix(train=dict(batch_size=1, seq_len=2**21))
+
+
+@pytest.mark.parametrize(
+    ("target", "sections"),
+    [
+        ("rtx3090", dict(train=dict(batch_size=1 << 14))),
+        ("rtx3090", dict(train=dict(batch_size=1 << 14), runtime=dict(gradient_checkpointing="off"))),
+        ("rtx3090:4", dict(train=dict(batch_size=1000), parallel=dict(data="fsdp"))),
+        ("rtx3090", dict(model=dict(dim=8192, n_layers=60, n_heads=64))),
+        ("rtx3090", dict(train=dict(batch_size=1, seq_len=2**21))),
+    ],
+)
+def test_a_fix_for_memory_makes_it_fit(target, sections):
+    """Settings that the message names, on as many devices as it names, pass the rule that gave it."""
+    fix = next(v.fix for v in check_rules(facts(target, **sections)) if v.rule == "memory")
+    changed: dict[str, dict] = {name: dict(values) for name, values in sections.items()}
+    for section, name, value in re.findall(r"(\w+)\.(\w+)=(\w+)", fix):
+        changed.setdefault(section, {})[name] = int(value) if value.isdecimal() else value
+    assert changed != sections
+    count = re.search(r"use (\d+) such devices", fix)
+    assert "memory" not in failed(facts(f"rtx3090:{count[1]}" if count else target, **changed))
+    rows = changed["train"]["batch_size"] * changed["train"].get("accumulate_grad_batches", 1)
+    assert count or rows >= sections["train"]["batch_size"], "the global batch stays"
+
+
+def test_advice_for_a_model_that_no_gpu_holds_does_not_promise_a_batch():
+    fix = next(v.fix for v in check_rules(facts("cpu", model=dict(dim=65536, n_layers=200))) if v.rule == "memory")
+    assert "model.dim" in fix
+    assert not re.search(r"\w+\.\w+=", fix)
+
+
+@pytest.mark.parametrize("rule", ["data", "model", "step", "checkpoint", "other_run", "halt_file"])
+def test_an_override_is_not_offered_where_the_run_would_end_all_the_same(rule):
+    both = replace(BROKEN[rule], config=BROKEN["precision"].config)
+    assert failed(both) == {rule, "precision"}
+    for of in (BROKEN[rule], both):
+        with pytest.raises(PreflightError) as refusal:
+            require_passed(check_rules(of))
+        assert "--allow" not in str(refusal.value)
 
 
 def test_checkpointing_is_demanded_only_where_memory_is_short():

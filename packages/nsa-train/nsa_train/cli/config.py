@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
 from nsa.errors import ConfigError
 from nsa_train.cli.outputs import print_json, print_line, table_console
@@ -17,7 +18,30 @@ app = typer.Typer(help="Print and check the settings of a run.", no_args_is_help
 _ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.lr=1e-4."
 
 
-@app.command()
+class SettingsCommand(TyperCommand):
+    """A command with arguments CONFIG KEY=VALUE: a setting written as an option is answered with the word to type."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for place, word in enumerate(args):
+            name, has_value, value = word.partition("=")
+            if name.startswith("--") and name not in (*options, *self.get_help_option_names(ctx), "--"):
+                following = args[place + 1] if place + 1 < len(args) else ""
+                value = value if has_value else following
+                if words := _as_settings(name, value if value and not value.startswith("--") else "VALUE"):
+                    ctx.fail(f"No such option: {name}. A setting has no dashes: {' or '.join(words)}")
+        return super().parse_args(ctx, args)
+
+
+def _as_settings(option: str, value: str) -> list[str]:
+    """The settings, as KEY=VALUE, that an option of this name may mean."""
+    from nsa_train.config.schema import settings
+
+    name = option.removeprefix("--").replace("-", "_")
+    return [f"{key}={value}" for key in settings() if f".{key}".endswith(f".{name}")]
+
+
+@app.command(cls=SettingsCommand)
 def show(
     arguments: list[str] = typer.Argument(None, metavar="FILE KEY=VALUE", help=_ARGUMENTS_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print JSON: config, origins, notices."),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa.errors import ConfigError
+from nsa.errors import CheckpointError, ConfigError
 from nsa.geometry import Geometry
 from nsa.options import SELECTING_KINDS
+from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_packages, require_tokenizer
 from nsa_train.cli.model_options import KEY
 from nsa_train.cli.outputs import ProgressLine, print_json, print_line, print_rejected, require_writable_folder
 
@@ -20,9 +21,30 @@ export_app = typer.Typer(help="Export a checkpoint for other software.", no_args
 import_app = typer.Typer(help="Import a model of other software as a checkpoint.", no_args_is_help=True)
 
 
+def _existing_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Name one with config.json and model.safetensors, e.g. made by `hf download NAME "
+            "--local-dir FOLDER`."
+        )
+    return path
+
+
+def _require_new_folder(out: Path, overwrite: bool = False) -> None:
+    """What can be refused before the packages that write the folder are imported."""
+    from nsa_train.convert.folder_files import require_replaceable
+
+    require_packages(*MODEL_PACKAGES)
+    require_writable_folder(out.absolute().parent)
+    require_replaceable(out, lambda folder: overwrite)
+
+
 def convert(
     source: Path = typer.Argument(
-        ..., metavar="DIR", help="A folder with config.json and safetensors; with --to-dense a converted one."
+        ...,
+        metavar="DIR",
+        callback=_existing_folder,
+        help="A folder with config.json and safetensors; with --to-dense a converted one.",
     ),
     out: Path = typer.Argument(..., metavar="OUT", help="The folder to write; it must not exist or be empty."),
     mix: str = typer.Option(
@@ -69,7 +91,7 @@ def convert(
     **Examples:** `nsa convert Llama-3.2-1B sparse`, `nsa convert Llama-3.2-1B sparse --mix gated --n-sel 32
     --keep-dense 0,1`, and back: `nsa convert sparse dense --to-dense`
     """
-    require_writable_folder(out.absolute().parent)
+    _require_new_folder(out, overwrite)
     sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=window)
     layers = dict(
         keep_dense=_layers("--keep-dense", keep_dense) or None,
@@ -198,13 +220,16 @@ def _import() -> None:
 @export_app.command("hf")
 def export_hf(
     source: Path = typer.Argument(
-        ..., metavar="RUN|CHECKPOINT", help="A run folder (newest good one), or a checkpoint."
+        ..., metavar="RUN|CHECKPOINT", callback=find_model, help="A run folder (newest good one), or a checkpoint."
     ),
     out: Path = typer.Argument(..., metavar="OUT", help="The folder to write; it must not exist or be empty."),
     dtype: str = typer.Option(None, "--dtype", help="fp32, bf16 or fp16; default: as saved, fp32 for a run."),
     license_name: str = typer.Option(None, "--license", help="Licence for the model card, e.g. apache-2.0."),
     tokenizer: str = typer.Option(
-        None, "--tokenizer", help="byte or a tokenizer.json; only for checkpoints of earlier versions, which have none."
+        None,
+        "--tokenizer",
+        callback=require_tokenizer,
+        help="byte or a tokenizer.json; only for checkpoints of earlier versions, which have none.",
     ),
     remote_code: bool = typer.Option(
         False, "--remote-code", help="Add modelling code, for machines without this package (trust_remote_code=True)."
@@ -216,7 +241,7 @@ def export_hf(
 
     **Example:** `nsa export hf artifacts/run exported`
     """
-    require_writable_folder(out.absolute().parent)
+    _require_new_folder(out, overwrite)
 
     from nsa_train.checkpoint.manifest import read_key
     from nsa_train.convert.export_folder import export_folder
@@ -237,7 +262,9 @@ def export_hf(
 
 @import_app.command("hf")
 def import_hf(
-    folder: Path = typer.Argument(..., metavar="DIR", help="A folder that `nsa export hf` or Transformers wrote."),
+    folder: Path = typer.Argument(
+        ..., metavar="DIR", callback=_existing_folder, help="A folder that `nsa export hf` or Transformers wrote."
+    ),
     out: Path = typer.Argument(..., metavar="OUT", help="The run folder to write; it must not exist or be empty."),
     key_file: Path = KEY,
 ) -> None:
@@ -247,7 +274,7 @@ def import_hf(
 
     **Example:** `nsa import hf exported artifacts/imported`
     """
-    require_writable_folder(out.absolute().parent)
+    _require_new_folder(out)
 
     from nsa_train.checkpoint.manifest import read_key
     from nsa_train.convert.import_folder import import_folder

@@ -7,6 +7,7 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_count, parse_lengths
+from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_packages
 from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model, open_reference
 from nsa_train.cli.outputs import print_error, print_json, print_line, require_writable_file
 
@@ -35,7 +36,7 @@ def evaluate(
     depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),
     limit: int = typer.Option(None, "--limit", min=1, help="Examples for every length and depth (default 20)."),
     rows: int = typer.Option(256, "--rows", min=0, help="Rows for the held-out loss; 0: all there are."),
-    against: Path = typer.Option(None, "--against", metavar="DENSE", help=_AGAINST_HELP),
+    against: Path = typer.Option(None, "--against", metavar="DENSE", callback=find_model, help=_AGAINST_HELP),
     layer_rows: int = typer.Option(4, "--layer-rows", min=1, help="Rows for the task layers."),
     seed: int = typer.Option(0, "--seed", min=0, help="Random seed of far tasks."),
     data: str = typer.Option(None, "--data", help="Held-out data (default: the run's own): a prepared set, or files."),
@@ -72,6 +73,7 @@ def evaluate(
     """
     if context.args and lm_eval is None:
         raise ConfigError(f"unknown option {context.args[0]}. Options of the harness need --lm-eval TASKS.")
+    require_packages(*MODEL_PACKAGES, *(["lm_eval"] if lm_eval is not None else []))
     if lm_eval is not None:
         if against is not None:
             raise ConfigError(

@@ -6,6 +6,7 @@ The demo runs the commands that a user would type, prints each, and leaves out t
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,8 +158,10 @@ def _train(words: Sequence[str], checkpoints: Path, *, resume: bool) -> None:
     from nsa_train.train.start_options import StartOptions
 
     print_line(f"$ nsa train {shlex.join([*words, *(['--resume'] if resume else [])])}")
-    reporter = _SampleReporter(console_reporter(), checkpoints)
-    _require_done(train(resolve(list(words)), StartOptions(resume=resume), reporter, import_exported))
+    with closing(console_reporter()) as console:
+        reporter = _SampleReporter(console, checkpoints)
+        code = train(resolve(list(words)), StartOptions(resume=resume), reporter, import_exported)
+    _require_done(code)
 
 
 def _require_done(code: int | None) -> None:

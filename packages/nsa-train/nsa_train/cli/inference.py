@@ -11,6 +11,7 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa.files import open_regular
+from nsa_train.cli.early_checks import SERVER_PACKAGES, require_packages
 from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
 from nsa_train.cli.outputs import ProgressLine, print_error
 from nsa_train.cli.startup import sigterm_as_interrupt
@@ -309,8 +310,11 @@ def serve(
     `curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
     -d '{"prompt": "The ", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
     """
+    from nsa_train.listen_address import free_port
     from nsa_train.train.launch.node_address import is_loopback
 
+    require_packages(*SERVER_PACKAGES)
+    free_port(host, port)
     with ProgressLine("loading the server"):
         from nsa_train.infer.serve import serve_model
 

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Annotated, TextIO, cast, get_args, get_origin
 
 import typer
@@ -29,23 +30,11 @@ from nsa_train.cli import (
     train,
     watch,
 )
+from nsa_train.cli.config import SettingsCommand
 from nsa_train.cli.data import data_app
+from nsa_train.cli.early_checks import how_to_install, is_known_package
 from nsa_train.cli.outputs import PipedStdout, explain, print_error
 from nsa_train.cli.startup import prepare_process
-
-# Optional packages, and the extra that installs each; boto3 comes with a package that olmo_core requires.
-_EXTRA_OF = {
-    **dict.fromkeys(("fsspec", "huggingface_hub", "numpy", "pyarrow", "tokenizers", "urllib3"), "data"),
-    **dict.fromkeys(("boto3", "botocore", "olmo_core", "safetensors", "tensorboard"), "train"),
-    "zstandard": "data",
-    "prometheus_client": "ops",
-    "lm_eval": "eval",
-    "transformers": "hf",
-    **dict.fromkeys(("fastapi", "openai", "uvicorn"), "serve"),
-    "triton": "dev",
-}
-_REQUIRED = ("torch", "pydantic", "yaml")
-"""Packages of every install that commands import when they need them: missing after an install with --no-deps."""
 
 app = typer.Typer(
     name="nsa",
@@ -54,35 +43,39 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.add_typer(bench.app, name="bench")
-app.add_typer(config.app, name="config")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(data_app, name="data")
-app.add_typer(convert.export_app, name="export")
-app.add_typer(convert.import_app, name="import")
-app.command()(first_run.demo)
-app.command()(first_run.init)
-app.command()(check.doctor)
-app.command()(train.train)
-app.command()(launch.launch)
-app.command()(convert.convert)
-app.command()(inference.generate)
-app.command()(inference.chat)
-app.command()(inference.serve)
-app.command()(watch.exporter)
-app.command()(watch.alert_rules)
-app.command()(watch.watch)
-app.command()(watch.status)
-app.command()(watch.halt)
-app.command()(watch.smoke)
-app.command()(preflight.preflight)
-app.command()(estimate.estimate)
-app.command()(plan.plan)
-app.command()(monitor.monitor)
-app.command()(report.report)
-app.command()(report.compare)
-app.command("eval", context_settings=eval.HARNESS_CONTEXT)(eval.evaluate)
-app.command()(check.gpu_check)
+_START, _TRAIN, _WATCH, _USE, _SHARE, _CHECK = "Start", "Train", "Watch", "Use a model", "Share a model", "Check"
+"""Panels of `nsa --help`, by what a person does."""
+
+_with_settings = partial(app.command, cls=SettingsCommand)
+app.command(rich_help_panel=_START)(first_run.init)
+app.command(rich_help_panel=_START)(first_run.demo)
+app.command(rich_help_panel=_START)(check.doctor)
+app.add_typer(data_app, name="data", rich_help_panel=_TRAIN)
+app.add_typer(config.app, name="config", rich_help_panel=_TRAIN)
+_with_settings(rich_help_panel=_TRAIN)(train.train)
+_with_settings(rich_help_panel=_TRAIN)(launch.launch)
+_with_settings(rich_help_panel=_TRAIN)(estimate.estimate)
+_with_settings(rich_help_panel=_TRAIN)(plan.plan)
+app.command(rich_help_panel=_WATCH)(monitor.monitor)
+app.command(rich_help_panel=_WATCH)(watch.status)
+app.command(rich_help_panel=_WATCH)(report.report)
+app.command(rich_help_panel=_WATCH)(report.compare)
+app.command(rich_help_panel=_WATCH)(watch.halt)
+app.command(rich_help_panel=_WATCH)(watch.watch)
+app.command(rich_help_panel=_WATCH)(watch.exporter)
+app.command(rich_help_panel=_WATCH)(watch.alert_rules)
+app.command(rich_help_panel=_USE)(inference.generate)
+app.command(rich_help_panel=_USE)(inference.chat)
+app.command(rich_help_panel=_USE)(inference.serve)
+app.command("eval", context_settings=eval.HARNESS_CONTEXT, rich_help_panel=_USE)(eval.evaluate)
+app.add_typer(checkpoint.app, name="checkpoint", rich_help_panel=_SHARE)
+app.add_typer(convert.export_app, name="export", rich_help_panel=_SHARE)
+app.add_typer(convert.import_app, name="import", rich_help_panel=_SHARE)
+app.command(rich_help_panel=_SHARE)(convert.convert)
+_with_settings(rich_help_panel=_CHECK)(preflight.preflight)
+app.command(rich_help_panel=_CHECK)(watch.smoke)
+app.command(rich_help_panel=_CHECK)(check.gpu_check)
+app.add_typer(bench.app, name="bench", rich_help_panel=_CHECK)
 
 
 def _print_version(requested: bool) -> None:
@@ -149,9 +142,9 @@ def _run(commands: typer.Typer, name: str) -> None:
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRA_OF and package not in _REQUIRED:
+        if not is_known_package(package):
             raise
-        print_error(_how_to_install(package))
+        print_error(how_to_install([package]))
         sys.exit(ConfigError.exit_code)
     except OSError as error:
         if (explained := explain(error)) is None:
@@ -170,17 +163,6 @@ def _require_text(words: list[str]) -> None:
                 f"{word!r} is not UTF-8: names, paths and texts are stored in UTF-8 files (config, records, JSON). "
                 "Write it in UTF-8; a folder with another name can be renamed or entered with cd."
             ) from error
-
-
-def _how_to_install(package: str) -> str:
-    if package in _REQUIRED:
-        where, extra = "Every install of nsa-train has it", ""
-    else:
-        where, extra = f"It is part of the extra {_EXTRA_OF[package]!r}", f"[{_EXTRA_OF[package]}]"
-    return (
-        f"this command needs the package {package}, which is not installed. {where}. Run: pip install "
-        f"'nsa-train{extra}' (in a checkout: pip install -e packages/nsa-attention -e 'packages/nsa-train{extra}')."
-    )
 
 
 if __name__ == "__main__":

@@ -5,18 +5,27 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_device, require_packages, require_tokenizer
 from nsa_train.cli.outputs import ProgressLine, print_rejected
 
 if TYPE_CHECKING:
     from nsa_train.infer.load_model import LoadedModel
 
 MODEL = typer.Argument(
-    ..., metavar="MODEL", help="A run folder, a checkpoint in it, or a folder written by `nsa export hf`."
+    ...,
+    metavar="MODEL",
+    callback=find_model,
+    help="A run folder, a checkpoint in it, or a folder written by `nsa export hf`.",
 )
-DEVICE = typer.Option(None, "--device", help="cpu, cuda or cuda:N (default: a GPU if there is one).")
+DEVICE = typer.Option(
+    None, "--device", callback=require_device, help="cpu, cuda or cuda:N (default: a GPU if there is one)."
+)
 DTYPE = typer.Option(None, "--dtype", help="fp32, bf16 or fp16 (default: as the weights were saved).")
 TOKENIZER = typer.Option(
-    None, "--tokenizer", help="byte, or a tokenizer.json; only for checkpoints that were saved without their tokenizer."
+    None,
+    "--tokenizer",
+    callback=require_tokenizer,
+    help="byte, or a tokenizer.json; only for checkpoints that were saved without their tokenizer.",
 )
 KEY = typer.Option(None, "--key-file", help="File with the key that signs the checkpoints.")
 
@@ -31,6 +40,7 @@ def open_model(
     needs_text: bool = True,
 ) -> "LoadedModel":
     """Verify and load a model; a line on stderr says so if it takes a while."""
+    require_packages(*MODEL_PACKAGES)
     with ProgressLine(f"loading {path}"):
         from nsa_train.checkpoint.manifest import read_key
         from nsa_train.infer.generate import silence_transformers

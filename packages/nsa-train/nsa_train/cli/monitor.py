@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nsa_train.cli.early_checks import find_run
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
@@ -20,7 +22,9 @@ _PAUSE_FACTOR = 4
 
 
 def monitor(
-    run: Path = typer.Argument(..., metavar="RUN", help="Run folder (train.out_dir) of a running or finished run."),
+    run: Path = typer.Argument(
+        ..., metavar="RUN", callback=find_run, help="Run folder (train.out_dir) of a running or finished run."
+    ),
     once: bool = typer.Option(False, "--once", help="Print one frame and exit (the default without a terminal)."),
     interval: float = typer.Option(1.0, min=1.0, help="Seconds between updates."),
     width: int = typer.Option(None, min=40, help="Columns; default: the terminal's, or 80 without a terminal."),

@@ -120,7 +120,8 @@ def _print(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> None:
     if broken := failed(verdicts):
         rules = "1 rule fails" if len(broken) == 1 else f"{len(broken)} rules fail"
         console.print(f"Refused: {rules}.", style="bold red")
-        console.print(how_to_override(broken))
+        for line in how_to_override(broken):
+            console.print(line)
     else:
         unchecked = sum(verdict.status == "not checked" for verdict in verdicts)
         rest = f", {unchecked} rules could not be checked" if unchecked else ""

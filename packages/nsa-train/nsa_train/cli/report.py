@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nsa.errors import ConfigError
+from nsa_train.cli.early_checks import find_run
 from nsa_train.cli.outputs import print_error, print_json, print_line, require_writable_file
 from nsa_train.terminal_text import printable
 
@@ -19,7 +20,7 @@ _STYLES = ("cyan", "magenta", "green", "yellow", "red", "blue")
 
 
 def report(
-    run: Path = typer.Argument(..., metavar="RUN", help="Run folder (train.out_dir)."),
+    run: Path = typer.Argument(..., metavar="RUN", callback=find_run, help="Run folder (train.out_dir)."),
     out: Path = typer.Option(None, "--out", help=f"File to write; default: RUN/{DEFAULT_NAME}."),
 ) -> None:
     """Write an HTML report of a run: curves, timeline, goodput, findings, settings and environment in one file.

@@ -1,27 +1,35 @@
 """`nsa train`: train a model, or resume training it."""
 
-import time
+import shlex
+from collections import deque
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from nsa.errors import ConfigError
+from nsa.errors import ConfigError, ExitCode
 from nsa_train.cli.config import resolve
+from nsa_train.cli.early_checks import TRAINING_PACKAGES, require_device, require_packages
 from nsa_train.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
 from nsa_train.cli.startup import imports_not_collected
-from nsa_train.names import PROGRESS
-from nsa_train.terminal_text import printable
+from nsa_train.names import ENDINGS, PROGRESS, TOKENIZER
+from nsa_train.terminal_text import duration, printable
 from nsa_train.train.start_options import StartOptions
 
 if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from nsa_train.config import RunConfig
     from nsa_train.record.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
-    from nsa_train.train.run_outputs import RunReporter
 
 _SEPARATOR = " · "
+_LOSS_UNIT = "nats/token"
+_SHORTEST_BAR, _LONGEST_BAR = 6, 30
+_PACE_RECORDS = 100
 _ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.lr=1e-4."
 
 
@@ -59,6 +67,9 @@ def train(
     words = [*(arguments or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
     words, named = _split_off_checkpoint(words) if resume else (words, None)
     config = resolve(words)
+    require_packages(*TRAINING_PACKAGES, *_packages_of(config))
+    if config.runtime.device != "auto":
+        require_device(config.runtime.device)
 
     with imports_not_collected():
         from nsa_train.train.distributed import RankInfo
@@ -79,7 +90,29 @@ def train(
         )
     if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
         raise typer.Exit(launch_ranks(words, options, nproc=gpus))
-    raise typer.Exit(run(config, options, console_reporter(), import_exported))
+    with closing(console_reporter()) as reporter:
+        code = run(config, options, reporter, import_exported)
+    if ranks.first:
+        _print_next(code, Path(config.train.out_dir))
+    raise typer.Exit(code)
+
+
+def _print_next(code: int, folder: Path) -> None:
+    """The commands to type after a run that is done; a run that stopped has said how to continue it."""
+    if code == ExitCode.DONE:
+        run = shlex.quote(str(folder))
+        commands = [f'nsa generate {run} --prompt "The "'] if (folder / TOKENIZER).is_file() else []
+        print_line(f"next: {', or '.join([*commands, f'nsa report {run}'])}")
+
+
+def _packages_of(config: "RunConfig") -> list[str]:
+    """Packages that only some settings need."""
+    settings = {
+        "wandb": config.track.wandb_project,
+        "mlflow": config.track.mlflow_uri,
+        "boto3": config.train.checkpoint_store,
+    }
+    return [package for package, value in settings.items() if value]
 
 
 def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
@@ -110,76 +143,114 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def console_reporter() -> "RunReporter":
-    """A line that is updated in place on a terminal, else a line per record."""
+def console_reporter() -> "_PlainProgress":
+    """A line that is updated in place on a terminal, else a line per record. Close it after the run."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    return _LiveProgress(console) if console.is_terminal else _PlainProgress()
+    return _LiveProgress(console) if console.is_terminal and not console.is_dumb_terminal else _PlainProgress()
 
 
 class _PlainProgress:
     """One line per record, for logs."""
+
+    def __init__(self) -> None:
+        self._pace = _RunPace()
 
     def line(self, text: str) -> None:
         print_line(text)
 
     def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
         if beat.msg == PROGRESS:
-            print(_progress(beat, steps), flush=True)
+            print(_progress(beat, steps, self._pace.seconds_left(beat, steps)), flush=True)
         elif beat.detail:
-            print_line(f"{beat.msg} at step {beat.step}: {beat.detail}")
+            self.line(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
     def evaluation(self, result: "EvaluationResult") -> None:
-        print(_evaluation(result), flush=True)
+        self.line(_evaluation(result))
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
 
 class _LiveProgress(_PlainProgress):
-    """Progress on a terminal: one line that is updated in place, with permanent lines printed above it."""
+    """Progress on a terminal: a bar on one line that is updated in place, with permanent lines printed above it."""
 
-    def __init__(self, console: Any) -> None:
+    def __init__(self, console: "Console") -> None:
         from rich.live import Live
 
+        super().__init__()
         self._console, self._live = console, Live("", console=console, auto_refresh=False)
 
     def line(self, text: str) -> None:
         self._console.print(printable(text))
 
     def beat(self, beat: "HeartbeatRecord", steps: int) -> None:
-        if beat.msg != PROGRESS:
-            self._live.stop()
-            if beat.detail:
-                self._console.print(printable(f"{beat.msg} at step {beat.step}: {beat.detail}"))
-            return
-        self._live.start()
-        self._live.update(_progress(beat, steps, self._console.width), refresh=True)
-        if beat.step >= steps:
+        if beat.msg == PROGRESS:
+            self._live.start()
+            text = _progress(beat, steps, self._pace.seconds_left(beat, steps), self._console.width)
+            self._live.update(_with_bar(text, beat.step / steps, self._console.width), refresh=True)
+        else:
+            super().beat(beat, steps)
+        if beat.step >= steps or beat.msg in ENDINGS:
             self._live.stop()
 
-    def evaluation(self, result: "EvaluationResult") -> None:
-        self._console.print(_evaluation(result))
+    def close(self) -> None:
+        self._live.stop()
+
+
+class _RunPace:
+    """Estimates the time left from the newest records of this process, evaluations and saves between them included."""
+
+    def __init__(self) -> None:
+        self._records: deque[tuple[int, float]] = deque(maxlen=_PACE_RECORDS)
+
+    def seconds_left(self, beat: "HeartbeatRecord", steps: int) -> float | None:
+        """None for the first record, whose only step also prepared data and kernels."""
+        while self._records and self._records[-1][0] >= beat.step:  # the run was rolled back
+            self._records.pop()
+        left_s = None
+        if self._records:
+            step, ts = self._records[0]
+            left_s = (steps - beat.step) * max(0.0, beat.ts - ts) / (beat.step - step)
+        self._records.append((beat.step, beat.ts))
+        return left_s
+
+
+def _with_bar(text: str, share: float, width: int) -> "RenderableType":
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(padding=(0, 1))
+    room = min(_LONGEST_BAR, width - len(text) - 1)
+    bar = [ProgressBar(total=1.0, completed=share, width=room)] if room >= _SHORTEST_BAR else []
+    line.add_row(*bar, Text(text, no_wrap=True, overflow="crop"))
+    return line
 
 
 def _evaluation(result: "EvaluationResult") -> str:
     return (
-        f"step {result.step} · held-out loss {result.val_loss:.4f} over {result.tokens} tokens · accuracy "
-        f"{result.val_accuracy:.2%}"
+        f"step {result.step} · held-out loss {result.val_loss:.4f} {_LOSS_UNIT} over {result.tokens:,} tokens · "
+        f"accuracy {result.val_accuracy:.2%}"
     )
 
 
-def _progress(beat: "HeartbeatRecord", steps: int, width: int | None = None) -> str:
-    """One line about a step; in a terminal only the parts that fit `width`, the first ones first."""
-    left_s = (steps - beat.step) * (beat.step_s or 0.0)
-    eta = time.strftime("%H:%M:%S", time.gmtime(left_s)) if left_s < 86400 else f"{left_s / 86400:.1f} days"
-    parts = [
-        f"step {beat.step}/{steps}",
-        f"loss {beat.loss:.4f}",
-        f"{beat.toks_per_s or 0:,.0f} tokens/s",
-        f"lr {beat.lr:.2e}",
-        f"grad {beat.grad_norm or 0:.3f}",
-        f"left {eta}",
-    ]
-    for least in ("lr ", "grad ", "left ", "loss "):
-        if width is not None and len(_SEPARATOR.join(parts)) > width:
-            parts = [part for part in parts if not part.startswith(least)]
-    return _SEPARATOR.join(parts)
+def _progress(beat: "HeartbeatRecord", steps: int, left_s: float | None, width: int | None = None) -> str:
+    """One line about a step; in a terminal only the parts that fit `width`, the first ones first.
+
+    The speed of the first step of a process, for which there is no `left_s`, is that of its preparations.
+    """
+    parts = {
+        "step": f"step {beat.step}/{steps}",
+        "loss": f"loss {beat.loss:.4f} {_LOSS_UNIT}",
+        **({"speed": f"{beat.toks_per_s or 0:,.0f} tokens/s"} if left_s is not None else {}),
+        "lr": f"lr {beat.lr:.2e}",
+        "grad": f"grad {beat.grad_norm or 0:.3f}",
+        **({"left": f"{duration(left_s)} left"} if left_s is not None else {}),
+    }
+    bar = _SHORTEST_BAR + 1
+    for least, reserve in (("lr", bar), ("grad", bar), ("left", 0), ("loss", 0)):
+        if width is not None and len(_SEPARATOR.join(parts.values())) > width - reserve:
+            parts.pop(least, None)
+    return _SEPARATOR.join(parts.values())

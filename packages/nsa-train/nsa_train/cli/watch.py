@@ -14,6 +14,7 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train import names
+from nsa_train.cli.early_checks import find_run
 from nsa_train.cli.outputs import print_error, print_line, require_writable_file
 from nsa_train.terminal_text import duration, printable
 
@@ -252,7 +253,7 @@ def _show(folder: Path, status: "RunStatus") -> None:
     rows = [("step", f"{status.step:,}{of}")]
     if status.loss is not None:
         how = f", mean of the last {status.loss_records} records" if status.loss_records > 1 else ""
-        rows.append(("loss", f"{status.loss:.4f}{how}"))
+        rows.append(("loss", f"{status.loss:.4f} nats per token{how}"))
     if status.toks_per_s is not None:
         rows.append(("throughput", f"{status.toks_per_s:,.0f} tokens/s"))
     if status.left_s is not None:
@@ -291,9 +292,10 @@ def _line(status: "RunStatus") -> str:
 
 
 def _folder(run: Path | None, directory: Path | None) -> Path:
-    folder = run or directory
-    if folder is None:
+    path = run or directory
+    if path is None:
         raise ConfigError("the run folder is missing: give it, e.g. artifacts/run (train.out_dir of its config).")
+    folder = find_run(path)
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder: a run writes its heartbeat into train.out_dir. Check the path.")
     return folder

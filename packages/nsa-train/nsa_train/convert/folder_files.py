@@ -93,14 +93,14 @@ def new_folder(out: Path, *, may_replace: Callable[[Path], bool] = lambda folder
 
     `out` must not exist, or be empty, or be one that `may_replace` accepts.
     """
-    _require_replaceable(out, may_replace)
+    require_replaceable(out, may_replace)
     out = out.absolute()
     staging, former = temporary_path(out), temporary_path(out)
     try:
         staging.mkdir(parents=True)
         yield staging
         fsync_tree(staging)
-        _require_replaceable(out, may_replace)
+        require_replaceable(out, may_replace)
         if out.exists():
             os.rename(out, former)
         os.rename(staging, out)
@@ -114,7 +114,7 @@ def new_folder(out: Path, *, may_replace: Callable[[Path], bool] = lambda folder
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _require_replaceable(out: Path, may_replace: Callable[[Path], bool]) -> None:
+def require_replaceable(out: Path, may_replace: Callable[[Path], bool]) -> None:
     if not os.path.lexists(out):
         return
     if out.is_symlink() or not out.is_dir():

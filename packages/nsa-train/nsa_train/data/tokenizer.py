@@ -8,6 +8,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ _EOS_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_
 # decoder) is disabled here or applies to ids that exist already.
 _ID_DEFINING_PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 LARGEST_TOKENIZER_BYTES = 256 << 20  # published ones of 256,000 ids have about 35 MB
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _LARGEST_GROWTH = 64
 """How many times as long a text may become by the replacements of a normalizer or decoder."""
 _LONGEST_PREFIX = 1024
@@ -192,10 +195,21 @@ def _read_text(path: Path) -> str:
             raw = file.read(LARGEST_TOKENIZER_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            f"tokenizer file {path} cannot be read ({error.strerror}). Use a tokenizers JSON file, train one with "
-            "`nsa data tokenizer train`, or use byte."
+            f"tokenizer file {path} cannot be read ({error.strerror}). {_how_to_download(path)}Use a tokenizers JSON "
+            "file, train one with `nsa data tokenizer train`, or use byte."
         ) from error
     return _decode(raw, path)
+
+
+def _how_to_download(path: Path) -> str:
+    """The command that downloads a tokenizer, if `path` is no file and may be the name of a model on the hub."""
+    if path.exists() or not _HUB_NAME.fullmatch(str(path)) or path.suffix == ".json":
+        return ""
+    folder = shlex.quote(path.name)
+    return (
+        f"Nothing is downloaded by its name: if it is a model on the Hugging Face hub, run `hf download {path} "
+        f"{TOKENIZER} --local-dir {folder}` and name {folder}/{TOKENIZER}. "
+    )
 
 
 def _decode(raw: bytes | bytearray, path: Path) -> str:

@@ -15,9 +15,10 @@ from fastapi import HTTPException
 from transformers.cli import serve as transformers_serve
 from transformers.cli.serving import model_manager, server
 
-from nsa.errors import ConfigError, NSAError
+from nsa.errors import NSAError
 from nsa_train.infer.load_model import LoadedModel
 from nsa_train.infer.request_guard import HostList, RequestGuard, encode_chat, error_response
+from nsa_train.listen_address import free_port, in_url
 
 
 class _FixedModelManager(model_manager.ModelManager):
@@ -58,7 +59,7 @@ def serve_model(
     model_endpoints: answer `/load_model` and `/reset`, which have no effect, for clients that need an answer.
     on_start: called with the address once the server accepts connections there.
     """
-    port = _free_port(host, port)
+    port = free_port(host, port)
     guard = partial(
         RequestGuard,
         loaded=loaded,
@@ -68,7 +69,7 @@ def serve_model(
         model_endpoints=model_endpoints,
         defaults=_set_server_defaults(loaded),
     )
-    announce = partial(on_start, f"http://{_in_url(host)}:{port}/v1")
+    announce = partial(on_start, f"http://{in_url(host)}:{port}/v1")
     with _instead_of_transformers_own(_FixedModelManager(loaded, name), guard, announce):
         transformers_serve.Serve(host=host, port=port, log_level="error")
 
@@ -118,23 +119,3 @@ def _instead_of_transformers_own(
     finally:
         model_manager.ModelManager, server.build_server = manager_type, build_server
         uvicorn.Server.startup = startup  # type: ignore[method-assign]
-
-
-def _free_port(host: str, port: int) -> int:
-    """The port, or a free one for 0; raises if nothing can listen there."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            bound_port: int = probe.getsockname()[1]
-            return bound_port
-    except (OSError, UnicodeError) as error:  # a label of a name may have 63 characters
-        raise ConfigError(
-            f"cannot listen on {host}, port {port} ({getattr(error, 'strerror', error)}). Choose another --port (0 for "
-            f"a free one) or --host."
-        ) from error
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

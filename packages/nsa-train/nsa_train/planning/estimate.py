@@ -284,7 +284,7 @@ def estimate(
     def with_backend(name: str) -> _BackendEstimate:
         timing = _step_time(config, target, work, name)
         kernels = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, name))  # in every branch
-        memory = _memory(config.model_copy(update={"kernels": kernels}), target, vocab_size, figures)
+        memory = estimate_memory(config.model_copy(update={"kernels": kernels}), target, vocab_size, figures)
         return _BackendEstimate(name, timing.seconds, timing.source, memory)
 
     will_run = with_backend(backend)
@@ -315,7 +315,10 @@ def estimate(
     )
 
 
-def _memory(config: RunConfig, target: HardwareTarget, vocab_size: int, figures: ModelFigures) -> MemoryEstimate:
+def estimate_memory(
+    config: RunConfig, target: HardwareTarget, vocab_size: int, figures: ModelFigures
+) -> MemoryEstimate:
+    """Memory of one device; `kernels` of the config are the backends that will run."""
     bf16, on_gpu = config.runtime.precision == "bf16", target.device.is_gpu
     width = 2 if bf16 else FP32
     sharded = target.count > 1 and config.parallel.data != "ddp"

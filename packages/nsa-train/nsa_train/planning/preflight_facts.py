@@ -140,6 +140,8 @@ class RuleFinding:
     holds: bool | None
     what: str
     fix: str = ""
+    offers_override: bool = True
+    """Whether a refusal offers `--allow`: not where the run would end all the same."""
 
 
 def finding(holds: bool, what: str, why: str, fix: str) -> RuleFinding:

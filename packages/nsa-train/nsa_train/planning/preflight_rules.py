@@ -11,11 +11,14 @@ from typing import Any
 
 from nsa.errors import ConfigError, PreflightError
 from nsa.kernels.choice_text import kernels_text
+from nsa.options import CHECKPOINTING, Checkpointing
 from nsa_train.config.layer import nearest
+from nsa_train.config.model_sections import KernelsConfig
 from nsa_train.config.schema import RunConfig
 from nsa_train.config.setting_types import plain
-from nsa_train.planning.estimate import BACKENDS, MemoryEstimate
+from nsa_train.planning.estimate import BACKENDS, estimate_memory
 from nsa_train.planning.hardware import GIB
+from nsa_train.planning.model_figures import model_figures
 from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
 from nsa_train.run_model import wanted_kernels
 
@@ -178,34 +181,61 @@ def _gradient_checkpointing(facts: PreflightFacts) -> RuleFinding:
         memory.total <= room,
         f"{setting}, about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB",
         f"a long run needs {1 - SAFE_MEMORY:.0%} of the memory free, because the estimate is not exact",
-        _more_checkpointing(memory, room),
+        "" if memory.total <= room else _settings_that_fit(facts, room),
     )
 
 
-def _more_checkpointing(memory: MemoryEstimate, room: int) -> str:
-    """The least checkpointing that fits."""
-    fits = replace(memory, gradient_checkpointing="selective").total <= room
-    mode = "selective" if fits and memory.gradient_checkpointing == "off" else "full"
-    return f"Set runtime.gradient_checkpointing={mode}."
+def _settings_that_fit(facts: PreflightFacts, room: int) -> str:
+    """The settings with which a step takes at most `room` bytes: more checkpointing first, then fewer rows at a time,
+    then more devices."""
+    config, target, estimated = facts.config, facts.target, facts.estimate
+    assert estimated is not None
+    vocab_size, figures = estimated.vocab_size, model_figures(config, estimated.vocab_size)
+    backends = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, estimated.backend))
+
+    def fits(mode: Checkpointing, rows: int, count: int = target.count, **parallel: Any) -> bool:
+        changed = config.model_copy(
+            update={
+                "kernels": backends,
+                "runtime": config.runtime.model_copy(update={"gradient_checkpointing": mode}),
+                "train": config.train.model_copy(update={"batch_size": rows}),
+                "parallel": config.parallel.model_copy(update=parallel),
+            }
+        )
+        return estimate_memory(changed, replace(target, count=count), vocab_size, figures).total <= room
+
+    mode = config.runtime.gradient_checkpointing
+    fewest = target.data_ranks(config.parallel.ranks_per_row)
+    rows = config.train.batch_size
+    while rows >= fewest:
+        for more in CHECKPOINTING[CHECKPOINTING.index(mode) :]:
+            if fits(more, rows):
+                changes = [f"runtime.gradient_checkpointing={more}"] if more != mode else []
+                if rows != config.train.batch_size:
+                    accumulated = -(-config.train.global_rows // rows)
+                    changes += [f"train.batch_size={rows}", f"train.accumulate_grad_batches={accumulated}"]
+                return f"Set {' '.join(changes)}."
+        rows = rows // 2 // fewest * fewest
+    smaller = "No batch fits. Make the model smaller (model.dim, model.n_layers), or shorten train.seq_len"
+    counts = [2**power for power in range(1, 13) if 2**power >= target.count] if target.device.is_gpu else []
+    for count in counts:
+        shares = replace(target, count=count).data_ranks(config.parallel.ranks_per_row)
+        devices = f"use {count} such devices with runtime.gradient_checkpointing=full parallel.data=fsdp"
+        if fits("full", shares, count, data="fsdp"):
+            return f"{smaller}, or {devices} train.batch_size={shares}."
+        if fits("full", 1, count, data="fsdp", tp=1, cp=count):
+            return f"{smaller}, or {devices} parallel.cp={count} train.batch_size=1."
+    return f"{smaller}."
 
 
 def _memory(facts: PreflightFacts) -> RuleFinding:
     if facts.estimate is None:
         return RuleFinding(None, "memory cannot be estimated without the vocabulary size")
-    memory, config = facts.estimate.memory, facts.config
+    memory = facts.estimate.memory
     what = f"about {memory.total / GIB:.1f} of {memory.available / GIB:.1f} GiB of {facts.target.device.name}"
     if memory.fits:
         return RuleFinding(True, what)
-    if memory.weights + memory.gradients + memory.optimizer > memory.available:
-        fix = "Shard with parallel.data=fsdp over more GPUs, or make the model smaller: model.dim, model.n_layers."
-    elif config.runtime.gradient_checkpointing != "full":
-        fix = _more_checkpointing(memory, memory.available)
-    elif config.train.batch_size > (shares := facts.target.data_ranks(config.parallel.ranks_per_row)):
-        half = max(shares, config.train.batch_size // 2)
-        more = config.train.global_rows // half
-        fix = f"Set train.batch_size={half} train.accumulate_grad_batches={more}."
-    else:
-        fix = "Shard with parallel.data=fsdp over more GPUs, or shorten train.seq_len."
+    fix = _settings_that_fit(facts, memory.available)
     return RuleFinding(False, f"{what}: the run would run out of memory", fix)
 
 
@@ -242,10 +272,12 @@ def _other_run(facts: PreflightFacts) -> RuleFinding:
         return RuleFinding(True, f"{folder.path} is being resumed")
     if folder.in_use_by is not None:
         what = f"{folder.path} is in use by {folder.in_use_by}"
-        return RuleFinding(False, what, "Stop that run, or set train.out_dir to another folder.")
+        fix = "Stop that run, or set train.out_dir to another folder."
+        return RuleFinding(False, what, fix, offers_override=False)
     if folder.checkpoints:
         what = f"{folder.path} already contains a run, with checkpoints up to step {folder.checkpoints[-1]}"
-        return RuleFinding(False, what, "Set train.out_dir to another folder, or add --resume.")
+        fix = "Set train.out_dir to another folder, or add --resume."
+        return RuleFinding(False, what, fix, offers_override=False)
     if folder.other_settings and is_long(facts):
         shown = ", ".join(folder.other_settings[:2]) + (" …" if len(folder.other_settings) > 2 else "")
         what = f"{folder.path} already contains another run, of {folder.last_step} steps: {shown}"
@@ -259,7 +291,10 @@ def _halt_file(facts: PreflightFacts) -> RuleFinding:
         return RuleFinding(None, "the run folder cannot be read: see the rule out_dir")
     if folder.halt is None:
         return RuleFinding(True, "there is no .HALT file")
-    return RuleFinding(False, f"{folder.path}/.HALT would stop the run ({folder.halt})", f"Remove {folder.path}/.HALT.")
+    what = f"{folder.path}/.HALT would stop the run ({folder.halt})"
+    return RuleFinding(
+        False, what, "Read the reason; then add --clear-halt, or remove the file.", offers_override=False
+    )
 
 
 def _ranks(facts: PreflightFacts) -> RuleFinding:
@@ -268,12 +303,14 @@ def _ranks(facts: PreflightFacts) -> RuleFinding:
     return RuleFinding(False, facts.ranks_problem)
 
 
-def _dry_run_rule(of: Callable[[PreflightFacts], DryRunAttempt], fix: str) -> Callable[[PreflightFacts], RuleFinding]:
+def _dry_run_rule(
+    of: Callable[[PreflightFacts], DryRunAttempt], fix: str, *, offers_override: bool = False
+) -> Callable[[PreflightFacts], RuleFinding]:
     def check(facts: PreflightFacts) -> RuleFinding:
         attempt = of(facts)
         if attempt.not_tried is not None:
             return RuleFinding(None, attempt.not_tried)
-        return RuleFinding(attempt.problem is None, attempt.problem or attempt.seen, fix)
+        return RuleFinding(attempt.problem is None, attempt.problem or attempt.seen, fix, offers_override)
 
     return check
 
@@ -360,7 +397,11 @@ RULES: tuple[PreflightRule, ...] = (
     PreflightRule(
         HELD_OUT,
         "a batch to evaluate on",
-        _dry_run_rule(lambda facts: facts.held_out, "Hold out more documents, or set train.eval_every=0."),
+        _dry_run_rule(
+            lambda facts: facts.held_out,
+            "Hold out more documents, or set train.eval_every=0.",
+            offers_override=True,
+        ),
         applies=lambda facts: facts.config.train.eval_every > 0 and not facts.resuming,
     ),
     PreflightRule(
@@ -381,6 +422,7 @@ RULES: tuple[PreflightRule, ...] = (
             lambda facts: facts.store,
             "Correct AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or the profile) and the bucket, or set "
             "train.checkpoint_store=null.",
+            offers_override=True,
         ),
         # A run that has checkpoints continues without copies, with the condition copy_failed: stopping would cost more.
         applies=lambda facts: facts.config.train.checkpoint_store is not None and not facts.folder.checkpoints,
@@ -409,6 +451,8 @@ class RuleVerdict:
     status: RuleStatus
     message: str
     fix: str = ""
+    offers_override: bool = True
+    """Whether a refusal offers `--allow`."""
 
 
 def check_rules(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
@@ -416,7 +460,7 @@ def check_rules(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[Rule
     check_names(allowed)
     long = is_long(facts)
     rules = [rule for rule in RULES if (long or not rule.long_runs_only) and rule.applies(facts)]
-    return [_verdict(rule.name, rule.asks, rule.check(facts), allowed) for rule in rules]
+    return [_verdict(rule, rule.check(facts), allowed) for rule in rules]
 
 
 def failed(verdicts: Iterable[RuleVerdict]) -> list[RuleVerdict]:
@@ -429,15 +473,14 @@ def require_passed(verdicts: Iterable[RuleVerdict]) -> None:
         return
     count = "1 rule" if len(failures) == 1 else f"{len(failures)} rules"
     lines = [f"  - {verdict.rule}: {verdict.message.rstrip('.')}. {verdict.fix}".rstrip() for verdict in failures]
-    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, how_to_override(failures)]))
+    raise PreflightError("\n".join([f"preflight refuses this run, {count}:", *lines, *how_to_override(failures)]))
 
 
-def how_to_override(failed: Iterable[RuleVerdict]) -> str:
-    """The `--allow` options that would start the run anyway, or the rules that cannot be allowed."""
-    rules = [verdict.rule for verdict in failed]
-    if never := [rule for rule in rules if rule in _NEVER_ALLOWED]:
-        return f"--allow does not apply to {', '.join(never)}: the run could not start."
-    return "To run it anyway: " + " ".join(f"--allow={rule}" for rule in rules)
+def how_to_override(failures: Sequence[RuleVerdict]) -> list[str]:
+    """A line with the `--allow` options that start the run anyway; none if it would end all the same."""
+    if not all(verdict.offers_override for verdict in failures):
+        return []
+    return ["To run it anyway: " + " ".join(f"--allow={verdict.rule}" for verdict in failures)]
 
 
 def check_names(allowed: Sequence[str]) -> None:
@@ -451,10 +494,11 @@ def check_names(allowed: Sequence[str]) -> None:
             raise ConfigError(f"--allow {name}: the run could not start. Correct what this rule reports.")
 
 
-def _verdict(name: str, asks: str, finding: RuleFinding, allowed: Sequence[str]) -> RuleVerdict:
-    if finding.holds is None:
-        return RuleVerdict(name, asks, RuleStatus.NOT_CHECKED, finding.what)
-    if finding.holds:
-        return RuleVerdict(name, asks, RuleStatus.PASS, finding.what)
-    status = RuleStatus.ALLOWED if name in allowed else RuleStatus.FAIL
-    return RuleVerdict(name, asks, status, finding.what, finding.fix)
+def _verdict(rule: PreflightRule, result: RuleFinding, allowed: Sequence[str]) -> RuleVerdict:
+    if result.holds is None:
+        return RuleVerdict(rule.name, rule.asks, RuleStatus.NOT_CHECKED, result.what)
+    if result.holds:
+        return RuleVerdict(rule.name, rule.asks, RuleStatus.PASS, result.what)
+    status = RuleStatus.ALLOWED if rule.name in allowed else RuleStatus.FAIL
+    offers_override = rule.can_be_allowed and result.offers_override
+    return RuleVerdict(rule.name, rule.asks, status, result.what, result.fix, offers_override)

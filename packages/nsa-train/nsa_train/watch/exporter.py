@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from nsa.errors import ConfigError
 from nsa.files import write_atomic
 from nsa_train import names
+from nsa_train.listen_address import in_url
 from nsa_train.record.events import EventKind
 from nsa_train.record.heartbeat_record import GATE_BRANCHES, METRICS, PrometheusGauge
 from nsa_train.record.value_checks import section
@@ -331,7 +332,7 @@ def _address(host: str, server: WSGIServer) -> str:
     """Address under which clients reach the server."""
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
-    return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
+    return f"{in_url(host)}:{server.server_port}"
 
 
 def _register(path: Path, address: str) -> None:

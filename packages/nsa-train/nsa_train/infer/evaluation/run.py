@@ -4,6 +4,7 @@ With a reference model (`--against`), its figures are beside the model's own.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from nsa_train.infer.evaluation.layer_harm import harmful_layers, layers_record,
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa_train.infer.load_model import LoadedModel, ModelSource
 from nsa_train.record.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION, evaluation_file
+from nsa_train.record.record_files import read_rows
 from nsa_train.train.held_out_loss import held_out_loss
 
 _COMPARISONS = (AGREEMENT, LAYERS)
@@ -211,7 +213,17 @@ class _RowTasks:
             after_batch=_TaskProgress(self.progress, HELD_OUT, rows),
         )
         self._require_rows(sums.rows)
+        if self.request.data is None and self.request.seq_len is None:
+            self._compare_with_training(int(sums.tokens))
         return held_out_record(sums, self.data)
+
+    def _compare_with_training(self, tokens: int) -> None:
+        """Note the loss that the run itself reported at this step, which is over other rows unless as many are read."""
+        path = self.loaded.source.path
+        with suppress(KeyError, ValueError):  # a damaged row
+            for row in read_rows(path.parent.parent / names.VAL_CSV)[0]:
+                if row["step"] == str(names.step_of(path.name)):
+                    self.note(_of_training(float(row["val_loss"]), int(row["tokens"]), tokens))
 
     def _agreement(self, reference: LoadedModel) -> AgreementSums:
         """Held-out loss of both models and their agreement, in one pass."""
@@ -277,6 +289,16 @@ class _TaskProgress:
     def __call__(self) -> None:
         self.done += 1
         self._progress(self._task, self.done, self._total)
+
+
+def _of_training(loss: float, tokens: int, tokens_here: int) -> str:
+    text = f"training reported a held-out loss of {loss:.3f} nats per token at this step"
+    if tokens == tokens_here:
+        return f"{text}, over as many tokens"
+    return (
+        f"{text}, over {tokens:,} tokens of the split; this one is over {tokens_here:,} (--rows; training reads "
+        "train.eval_batches times train.batch_size rows)"
+    )
 
 
 def _find_data(loaded: LoadedModel, request: EvaluationRequest, note: Callable[[str], None]) -> RowData | None:

@@ -1,0 +1,116 @@
+"""Checks that take milliseconds, before a command imports torch and Transformers for seconds: packages, paths, device.
+
+Those of an option are its callback, so that every command that has the option checks it.
+"""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from nsa.errors import CheckpointError, ConfigError
+from nsa_train import names
+
+_EXTRAS = {
+    "data": ("numpy", "pyarrow", "tokenizers", "fsspec", "huggingface_hub", "urllib3", "zstandard"),
+    "train": ("olmo_core", "safetensors", "tensorboard", "boto3", "botocore"),  # boto3 comes with olmo_core
+    "hf": ("transformers",),
+    "serve": ("fastapi", "openai", "uvicorn"),
+    "eval": ("lm_eval",),
+    "ops": ("prometheus_client",),
+    "track": ("wandb", "mlflow"),
+    "dev": ("triton",),
+}
+"""Optional packages by the extra that installs them."""
+_EXTRA_OF = {package: extra for extra, packages in _EXTRAS.items() for package in packages}
+_REQUIRED = ("torch", "pydantic", "yaml")
+"""Packages of every install that commands import when they need them: missing after an install with --no-deps."""
+TRAINING_PACKAGES = ("torch", "olmo_core", "safetensors", "tensorboard", "numpy", "tokenizers")
+MODEL_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
+SERVER_PACKAGES = (*MODEL_PACKAGES, *_EXTRAS["serve"])
+
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia)(:\d+)?")
+_RUN_INSIDE = "run"
+"""Where the config that `nsa init FOLDER` writes has its run folder."""
+_PARTS_OF_RUN = (
+    names.CHECKPOINTS, names.ENV, names.COMMIT, names.MODEL_SAFETENSORS, names.heartbeat(0), "config.json",
+)  # fmt: skip
+
+
+def require_packages(*packages: str) -> None:
+    """Raise with every package that is missing, and the one command that installs them."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise ConfigError(how_to_install(missing))
+
+
+def is_known_package(package: str) -> bool:
+    return package in _EXTRA_OF or package in _REQUIRED
+
+
+def how_to_install(packages: list[str]) -> str:
+    extras = sorted({_EXTRA_OF[package] for package in packages if package in _EXTRA_OF})
+    several = len(packages) > 1
+    what = f"packages {', '.join(packages)}, which are" if several else f"package {packages[0]}, which is"
+    it = "They are" if several else "It is"
+    if extras:
+        where = f"{it} part of the extra{'s' * (len(extras) > 1)} {', '.join(map(repr, extras))}"
+    else:
+        where = f"{it} part of every install of nsa-train"
+    extra = f"[{','.join(extras)}]" if extras else ""
+    return (
+        f"this command needs the {what} not installed. {where}. Run: pip install "
+        f"'nsa-train{extra}' (in a checkout: pip install -e packages/nsa-attention -e 'packages/nsa-train{extra}')."
+    )
+
+
+def find_run(folder: Path) -> Path:
+    """The run folder; the one inside for a folder of `nsa init`, which holds config, text, data and run."""
+    inside = folder / _RUN_INSIDE
+    return inside if _is_run(inside) and not _is_run(folder) else folder
+
+
+def find_model(path: Path | None) -> Path | None:
+    """The folder of a model, as `find_run`; raises if there is none."""
+    if path is None:
+        return None
+    folder = find_run(path)
+    if not folder.exists() and not folder.is_symlink():  # a broken link is explained when it is followed
+        raise CheckpointError(f"{path} does not exist. Name a run folder (train.out_dir), a checkpoint or a model.")
+    return folder
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / part).exists() for part in _PARTS_OF_RUN)
+
+
+def require_device(name: str | None) -> str | None:
+    """Raise if this is no device of this machine. The CPU needs no look, and torch for the CPU alone sees no GPU."""
+    if name is None or name == "cpu":
+        return name
+    if not _DEVICE.fullmatch(name):
+        raise ConfigError(f"device is {name!r}: it must be cpu, cuda or cuda:N.")
+    if name.startswith("cuda") and (torch_version := _version("torch")).endswith("+cpu"):
+        raise ConfigError(
+            f"device is {name!r}, and torch {torch_version} is built for the CPU alone. Use cpu, or install torch with "
+            "CUDA: https://pytorch.org/get-started/locally"
+        )
+    from nsa.kernels.gpu_versions import device_named
+
+    device_named(name)
+    return name
+
+
+def require_tokenizer(spec: str | None) -> str | None:
+    """Raise if there is no such file; what is in it is checked when it is used."""
+    if spec is not None and spec != "byte" and not Path(spec).exists():
+        from nsa_train.data.tokenizer import load_tokenizer
+
+        load_tokenizer(spec)
+    return spec
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
