@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from nsa.errors import CheckpointError, ConfigError
 from nsa_train import names
 from nsa_train.cli import early_checks
 from nsa_train.cli.early_checks import find_model, find_run, how_to_install, require_device, require_packages
+from nsa_train.cli.main import app
 
 HEAVY = ("torch", "transformers", "olmo_core")
 PROGRAM = f"""
@@ -77,6 +79,17 @@ def test_missing_packages_are_named_together_with_one_command(monkeypatch):
     assert "pip install 'nsa-train[data,hf,serve,train]'" in text
     present |= {*early_checks.SERVER_PACKAGES}
     require_packages(*early_checks.SERVER_PACKAGES)
+
+
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_training_names_the_packages_of_its_settings_too(command, monkeypatch):
+    absent = {"olmo_core", "tensorboard", "wandb", "mlflow"}
+    monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name in absent else name)
+    words = [command, "cpu_quickstart", "track.wandb_project=x"]
+    refusal = CliRunner().invoke(app, words).exception
+    assert isinstance(refusal, ConfigError)
+    assert "packages olmo_core, tensorboard, wandb, which are" in str(refusal)
+    assert "pip install 'nsa-train[track,train]'" in str(refusal)
 
 
 def test_a_package_of_every_install_needs_no_extra():

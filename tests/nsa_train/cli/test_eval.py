@@ -63,6 +63,28 @@ def test_results_are_printed_written_merged_and_reported(run):
     assert "associative_recall" in html
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (["20,2.5,{tokens},1.0,1.0,0.1"], ["2.500 nats per token", "over as many tokens"]),
+        (["10,3.5,{tokens},1.0,1.0,0.1", "20,2.5,999999,1.0,1.0,0.1"], ["2.500 nats per token", "999,999", "--rows"]),
+        (["10,3.5,{tokens},1.0,1.0,0.1"], []),
+        (["20,damaged"], []),
+    ],
+)
+def test_the_loss_that_training_reported_at_this_step_is_named_with_the_reason_why_it_differs(run, rows, words):
+    evaluated = ["--tasks", "held_out_loss", *FAST, "--json"]
+    tokens = json.loads(evaluate(run, *evaluated).stdout)["held_out_loss"]["tokens"]
+    lines = [row.replace("{tokens}", str(tokens)) for row in rows]
+    (run / names.VAL_CSV).write_text("\n".join(["step,val_loss,tokens,seconds,ts,val_accuracy", *lines, ""]))
+    done = evaluate(run, *evaluated)
+    assert done.exit_code == 0, done.output
+    assert ("training reported" in done.stderr) == bool(words)
+    assert all(word in done.stderr for word in words), done.stderr
+    other = evaluate(run, *evaluated, "--seq-len", "64")
+    assert "training reported" not in other.stderr, "rows of another length"
+
+
 def test_an_exported_folder_is_evaluated_and_stays_as_it_was(run, tmp_path):
     export_folder(run, tmp_path / "exported")
     exported = sorted((tmp_path / "exported").rglob("*"))

@@ -24,7 +24,6 @@ from prometheus_client.registry import CollectorRegistry
 
 from nsa.errors import ConfigError
 from nsa_train import names
-from nsa_train.listen_address import is_loopback
 from nsa_train.record.events import EventKind, add_event
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines

@@ -7,9 +7,13 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.errors import CheckpointError, ConfigError
 from nsa_train import names
+
+if TYPE_CHECKING:
+    from nsa_train.config import RunConfig
 
 _EXTRAS = {
     "data": ("numpy", "pyarrow", "tokenizers", "fsspec", "huggingface_hub", "urllib3", "zstandard"),
@@ -25,7 +29,7 @@ _EXTRAS = {
 _EXTRA_OF = {package: extra for extra, packages in _EXTRAS.items() for package in packages}
 _REQUIRED = ("torch", "pydantic", "yaml")
 """Packages of every install that commands import when they need them: missing after an install with --no-deps."""
-TRAINING_PACKAGES = ("torch", "olmo_core", "safetensors", "tensorboard", "numpy", "tokenizers")
+_TRAINING_PACKAGES = ("torch", "olmo_core", "safetensors", "tensorboard", "numpy", "tokenizers")
 MODEL_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
 SERVER_PACKAGES = (*MODEL_PACKAGES, *_EXTRAS["serve"])
 
@@ -41,6 +45,16 @@ def require_packages(*packages: str) -> None:
     """Raise with every package that is missing, and the one command that installs them."""
     if missing := [package for package in packages if find_spec(package) is None]:
         raise ConfigError(how_to_install(missing))
+
+
+def require_training_packages(config: "RunConfig") -> None:
+    """Raise with every package that this run needs and that is missing."""
+    settings = {
+        "wandb": config.track.wandb_project,
+        "mlflow": config.track.mlflow_uri,
+        "boto3": config.train.checkpoint_store,
+    }
+    require_packages(*_TRAINING_PACKAGES, *(package for package, value in settings.items() if value))
 
 
 def is_known_package(package: str) -> bool:

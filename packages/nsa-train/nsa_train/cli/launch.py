@@ -11,6 +11,7 @@ import typer
 from nsa import errors
 from nsa.errors import NSAError
 from nsa_train.cli.config import resolve
+from nsa_train.cli.early_checks import require_training_packages
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
 from nsa_train.train.start_options import StartOptions
@@ -76,11 +77,13 @@ def launch_ranks(
     grace_s: float = 300.0,
 ) -> int:
     """Check config and preflight rules here, then launch ranks of `nsa train`; returns the exit code."""
+    config = resolve(words)  # a wrong config is reported here, before any rank starts
+    require_training_packages(config)
+
     from nsa_train.planning.preflight_rules import check_names
     from nsa_train.train.launch.launcher import LaunchSettings
     from nsa_train.train.launch.launcher import launch as run
 
-    config = resolve(words)  # a wrong config is reported here, before any rank starts
     check_names(options.allow)
     options.require_resume_folder()
     settings = LaunchSettings(

@@ -10,7 +10,7 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train.cli.config import resolve
-from nsa_train.cli.early_checks import TRAINING_PACKAGES, require_device, require_packages
+from nsa_train.cli.early_checks import require_device, require_training_packages
 from nsa_train.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
@@ -22,7 +22,6 @@ from nsa_train.train.start_options import StartOptions
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from nsa_train.config import RunConfig
     from nsa_train.record.heartbeat_record import HeartbeatRecord
     from nsa_train.train.callbacks.evaluation import EvaluationResult
 
@@ -67,7 +66,7 @@ def train(
     words = [*(arguments or []), *(f"{key}={value}" for key, value in flags.items() if value is not None)]
     words, named = _split_off_checkpoint(words) if resume else (words, None)
     config = resolve(words)
-    require_packages(*TRAINING_PACKAGES, *_packages_of(config))
+    require_training_packages(config)
     if config.runtime.device != "auto":
         require_device(config.runtime.device)
 
@@ -103,16 +102,6 @@ def _print_next(code: int, folder: Path) -> None:
         run = shlex.quote(str(folder))
         commands = [f'nsa generate {run} --prompt "The "'] if (folder / TOKENIZER).is_file() else []
         print_line(f"next: {', or '.join([*commands, f'nsa report {run}'])}")
-
-
-def _packages_of(config: "RunConfig") -> list[str]:
-    """Packages that only some settings need."""
-    settings = {
-        "wandb": config.track.wandb_project,
-        "mlflow": config.track.mlflow_uri,
-        "boto3": config.train.checkpoint_store,
-    }
-    return [package for package, value in settings.items() if value]
 
 
 def import_exported(folder: Path, out: Path, *, key: bytes | None) -> None:
