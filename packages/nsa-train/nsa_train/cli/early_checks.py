@@ -98,20 +98,26 @@ def _is_run(folder: Path) -> bool:
 
 
 def require_device(name: str | None) -> str | None:
+    """Raise if --device is no device of this machine."""
+    if name is not None:
+        require_device_of("device", name)
+    return name
+
+
+def require_device_of(setting: str, name: str) -> None:
     """Raise if this is no device of this machine. The CPU needs no look, and torch for the CPU alone sees no GPU."""
-    if name is None or name == "cpu":
-        return name
+    if name == "cpu":
+        return
     if not _DEVICE.fullmatch(name):
-        raise ConfigError(f"device is {name!r}: it must be cpu, cuda or cuda:N.")
+        raise ConfigError(f"{setting} is {name!r}: it must be cpu, cuda or cuda:N.")
     if name.startswith("cuda") and (torch_version := _version("torch")).endswith("+cpu"):
         raise ConfigError(
-            f"device is {name!r}, and torch {torch_version} is built for the CPU alone. Use cpu, or install torch with "
-            "CUDA: https://pytorch.org/get-started/locally"
+            f"{setting} is {name!r}, and torch {torch_version} is built for the CPU alone. Use cpu, or install torch "
+            "with CUDA: https://pytorch.org/get-started/locally"
         )
     from nsa.kernels.gpu_versions import device_named
 
     device_named(name)
-    return name
 
 
 def require_tokenizer(spec: str | None) -> str | None:

@@ -10,7 +10,7 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train.cli.config import resolve
-from nsa_train.cli.early_checks import require_device, require_training_packages
+from nsa_train.cli.early_checks import require_device_of, require_training_packages
 from nsa_train.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
@@ -68,7 +68,7 @@ def train(
     config = resolve(words)
     require_training_packages(config)
     if config.runtime.device != "auto":
-        require_device(config.runtime.device)
+        require_device_of("runtime.device", config.runtime.device)
 
     with imports_not_collected():
         from nsa_train.train.distributed import RankInfo
