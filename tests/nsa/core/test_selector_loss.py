@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from nsa.core import selector_loss_of_blocks as module_under_test
+from nsa.core import selector_loss as module_under_test
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
-from nsa.core.selector_loss import _sampled_queries, attach_loss, set_sampling_step
+from nsa.core.selector_loss_sampling import _sampled_queries, attach_loss, set_sampling_step
 from nsa.kernels import reference
 from nsa.kernels.registry import BackendRequest
 from nsa.model.transformer import NSATransformer

@@ -28,7 +28,7 @@ from nsa.core.coarse_attention import attend_coarse
 from nsa.core.kv_cache import Compress, LayerCache
 from nsa.core.positions import QuerySample
 from nsa.core.probe import Probe
-from nsa.core.selector_loss_of_blocks import selector_loss_of_queries
+from nsa.core.selector_loss import selector_loss_of_queries
 from nsa.geometry import CoarseLevel, Geometry
 from nsa.kernels.interface import KernelShape, TokenDecoder, constant_when_traced
 from nsa.kernels.reference import ScoreOptions

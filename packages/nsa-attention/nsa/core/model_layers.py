@@ -14,7 +14,7 @@ from nsa.core.cache_pages import ExclusiveUse
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import PositionOptions, Positions
-from nsa.core.selector_loss import LossLabels
+from nsa.core.selector_loss_sampling import LossLabels
 from nsa.errors import ConfigError
 from nsa.options import AttentionKind
 

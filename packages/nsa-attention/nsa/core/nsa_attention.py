@@ -21,7 +21,7 @@ from nsa.core.layer_kinds import LAYER_KINDS
 from nsa.core.positions import DocumentLayout, PositionOptions, Positions, locate
 from nsa.core.probe import Probe
 from nsa.core.rope import RotaryEmbedding, Tables, rotate
-from nsa.core.selector_loss import LossLabels, attach_loss, with_sampled_queries
+from nsa.core.selector_loss_sampling import LossLabels, attach_loss, with_sampled_queries
 from nsa.errors import ConfigError
 from nsa.geometry import CoarseLevel
 from nsa.kernels.interface import KernelShape, TokenDecoder

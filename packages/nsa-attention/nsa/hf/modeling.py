@@ -22,7 +22,7 @@ from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import layer_config
 from nsa.core.model_layers import embedded
 from nsa.core.positions import checked_position_ids, padding_of
-from nsa.core.selector_loss import LossLabels, average_over_layers
+from nsa.core.selector_loss_sampling import LossLabels, average_over_layers
 from nsa.errors import ConfigError
 from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig

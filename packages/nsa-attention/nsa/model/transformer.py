@@ -15,7 +15,7 @@ from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import broken_pattern_rules, layer_config, repeated
 from nsa.core.model_layers import NSACache, embedded, layer_of_kind, locate_layers
 from nsa.core.positions import PositionOptions, SequenceOptions
-from nsa.core.selector_loss import LossLabels, average_over_layers
+from nsa.core.selector_loss_sampling import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules
 from nsa.kernels.registry import RequestedKernels
 from nsa.model.llama_block_nsa import LlamaBlockNSA

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from nsa.core.selector_loss import selector_layers, set_sampling_step
+from nsa.core.selector_loss_sampling import selector_layers, set_sampling_step
 from nsa.model.loss import ScoreSums
 from nsa_train.train.engine.nan_guard import step_unless_bad
 from nsa_train.train.engine.transformer import SCORE_SUMS

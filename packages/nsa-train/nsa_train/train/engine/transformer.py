@@ -30,7 +30,7 @@ from nsa.core.init import InitSkipped
 from nsa.core.layer_pattern import repeated
 from nsa.core.model_layers import locate_layers
 from nsa.core.probe import attention_layers
-from nsa.core.selector_loss import LossLabels, average_over_layers
+from nsa.core.selector_loss_sampling import LossLabels, average_over_layers
 from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.model.loss import IGNORE, ScoreSums, linear_cross_entropy, linear_score_sums
 from nsa_train.config.schema import RunConfig

@@ -29,7 +29,7 @@ from nsa.core.branches import AttendedKeys, BranchKeys, BranchStreams
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import DocumentLayout, Positions, packed_layout, plain_layout
 from nsa.core.rope import Tables, rotate
-from nsa.core.selector_loss import LossLabels, row_sample, tokens_per_query, weighted_sample
+from nsa.core.selector_loss_sampling import LossLabels, row_sample, tokens_per_query, weighted_sample
 from nsa.geometry import Geometry
 from nsa.kernels.registry import KernelPlan
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from nsa.core import selector_loss_of_blocks as module_under_test
+from nsa.core import selector_loss as module_under_test
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.errors import ConfigError
