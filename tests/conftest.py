@@ -28,6 +28,7 @@ LONGEST = (
     "tests/docs/test_site.py",  # builds what the other tests of the pages wait for
     "tests/docs/test_user_pages.py",
     "tests/proofs/drill/test_drill.py",
+    "tests/examples/test_examples.py",
     "tests/nsa_train/planning/test_activations.py",
     "tests/nsa_train/train/engine/test_contract.py",
     "tests/nsa_train/train/engine/test_nan_guard_runs.py",
