@@ -83,6 +83,7 @@ COMMANDS = (
     Mistake("a corpus that is not there", "data prepare HERE/nothing HERE/out", CONFIG, ("nothing", ".jsonl")),
     Mistake("a file of another kind", "data prepare HERE/report.pdf HERE/out", CONFIG, ("report.pdf", ".txt")),
     Mistake("no such tokenizer to prepare with", "data prepare TEXTS HERE/out --tokenizer b.json", CONFIG, ("b.json",)),
+    Mistake("another key of the text", "data tokenizer train KEYS HERE/t.json", DATA, ("content", "--text-column")),
     Mistake("texts inspected as a set", "data inspect TEXTS", DATA, ("TEXTS", "nsa data prepare")),
     Mistake("too small a vocabulary", "data tokenizer train TEXTS t --vocab-size 9", REFUSED, ("--vocab-size", "257")),
     # Models

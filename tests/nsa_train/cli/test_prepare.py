@@ -1,6 +1,7 @@
 """`nsa data prepare` on own text: summary, JSON, refusals, and numbers that no terminal cuts."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from nsa_train.cli.prepared_set import _SHIPPED_MODELS, advise
 from nsa_train.cli.train import _progress
 from nsa_train.config import load
 from nsa_train.data.prepare.run import PrepareProgress
+from nsa_train.data.source.file import LocalFile
+from nsa_train.data.source.jsonl import JsonlSource
+from nsa_train.data.source.read_report import BAD_LINES, ReadReport
 from nsa_train.data.tokenizer import train_bpe
 
 ROOT = Path(__file__).parents[3]
@@ -84,11 +88,11 @@ def test_no_number_is_cut(prepared: tuple[Path, str], columns: int) -> None:
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
 def test_the_live_line_drops_parts_and_cuts_none(width: int) -> None:
-    beat = SimpleNamespace(step=123456, loss=3.14159, toks_per_s=1234567.0, lr=3e-4, grad_norm=1.25)
-    line = _progress(beat, 500000, 4.7e6, width)  # type: ignore[arg-type]
+    beat = SimpleNamespace(step=123456, loss=3.14159, toks_per_s=1234567.0, lr=3e-4, grad_norm=1.25, step_s=12.5)
+    line = _progress(beat, 500000, width)  # type: ignore[arg-type]
     assert line.startswith("step 123456/500000")
     assert len(line) <= max(width, 45)
-    assert set(line.split(" · ")) <= set(_progress(beat, 500000, 4.7e6).split(" · "))  # type: ignore[arg-type]
+    assert set(line.split(" · ")) <= set(_progress(beat, 500000).split(" · "))  # type: ignore[arg-type]
 
 
 def test_progress_has_a_share_and_the_time_left() -> None:
@@ -111,6 +115,70 @@ def test_missing_sources_and_sets_are_said_to_be_missing(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="encoding"):
         invoke("data", "prepare", str(ROOT / "README.md"), str(tmp_path / "out"), "--encoding", "rot13")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_is_trained_on_what_prepare_reads_and_says_what_was_skipped(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = [json.dumps({"content": f"line {number} of a corpus"}) for number in range(9)]
+    (corpus / "a.jsonl").write_text("\n".join([*lines[:3], "{cut", *lines[3:]]))
+    (corpus / "binary.txt").write_bytes(b"\0\1\2" * 99)
+    (corpus / "empty.txt").write_text("")
+    (corpus / "notes.docx").write_text("x")
+    (corpus / "good.txt").write_text("a page of text " * 30)
+    words = [str(corpus), str(tmp_path / "bpe.json"), "--vocab-size", "280", "--text-column", "content"]
+    said = invoke("data", "tokenizer", "train", *words)
+    skipped = said[said.index("Not used:") :].splitlines()[1:5]
+    prepared = invoke("data", "prepare", str(corpus), str(tmp_path / "out"), "--workers", "1", *words[-2:])
+    assert "1 bad JSON lines: a.jsonl, line 4 is not JSON" in prepared
+    assert len(skipped) == 4
+    for line in skipped:
+        count_and_reason, _, name = line.partition(": ")
+        assert count_and_reason in prepared
+        assert name.removeprefix(f"{corpus}/") in prepared
+    for name in ("good.txt", "a.jsonl"):
+        (corpus / name).unlink()
+    with pytest.raises(DataError, match="no text"):
+        invoke("data", "tokenizer", "train", str(corpus), str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize("command", ["prepare", "tokenizer train", "smoke --source"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_wrong_key_of_the_text_is_answered_with_the_option_and_the_keys(command, kind, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    corpus = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        damaged = "" if "smoke" in command else "{cut\n"  # without a report the first bad line is the reason
+        corpus.write_text(damaged + '{"content": "some text", "url": "x"}\n' * 9)
+    else:
+        pq.write_table(pa.table({"content": ["some text"] * 9, "url": ["x"] * 9}), corpus)
+    out = [] if "smoke" in command else [str(tmp_path / "out")]
+    with pytest.raises(DataError) as refused:
+        invoke("data", *command.split(), str(corpus), *out)
+    for word in ("'text'", "content", "url", "--text-column NAME", str(corpus)):
+        assert word in str(refused.value)
+    assert not re.search(r"download|restore", str(refused.value), re.IGNORECASE)
+
+
+def test_a_bad_line_has_a_number_that_leads_to_it(tmp_path: Path) -> None:
+    good = json.dumps({"text": "word " * 9}).encode() + b"\n"
+    raw = good * 3 + b"{cut\n" + good * 9 + b"[1]\n" + good * 5
+    (tmp_path / "a.jsonl").write_bytes(raw)
+    block = len(good) * 5
+    report = ReadReport()
+    source = JsonlSource([LocalFile("a.jsonl", tmp_path / "a.jsonl")], block_bytes=block, report=report)
+    assert sum(len(source.read(index)) for index in range(len(source))) == 17
+    first, second = report.skipped[BAD_LINES].first
+    assert first.startswith("a.jsonl, line 4 is not JSON")
+    number, start = map(int, re.match(r"a\.jsonl, line (\d+) after byte (\d+) is list", second).groups())  # type: ignore[union-attr]
+    started_there = [at for at in line_starts(raw) if at >= start]
+    assert raw[started_there[number - 1] :].startswith(b"[1]")
+
+
+def line_starts(raw: bytes) -> list[int]:
+    return [0, *(match.end() for match in re.finditer(b"\n", raw))]
 
 
 def test_a_tokenizer_is_not_replaced_unless_told_so(texts: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _SourceOption = Annotated[
 _TokenizerOption = Annotated[
     str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
 ]
+_TextColumnOption = Annotated[str, typer.Option(help="Column (or JSON key) of the text.")]
 _WorkersOption = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
@@ -71,7 +72,7 @@ def prepare(
             "unit), and text files up to 16 MB."
         ),
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Column (or JSON key) of the text.")] = "text",
+    text_column: _TextColumnOption = "text",
     id_column: Annotated[
         str, typer.Option(help="Column of the document id; `-`, or no column `id`, uses a hash of the text.")
     ] = "id",
@@ -215,15 +216,18 @@ def train_tokenizer(
     vocab_size: int = typer.Option(32768, min=257, help="Vocabulary size, including the end-of-document token."),
     mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to train on, sampled from the whole corpus."),
     seed: int = typer.Option(0, help="Random seed of the sample."),
+    text_column: _TextColumnOption = "text",
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing file."),
 ) -> None:
-    """Train a byte-level BPE tokenizer on a corpus: any files that `nsa data prepare` reads.
+    """Train a byte-level BPE tokenizer on a corpus: any files that `nsa data prepare` reads; it skips the same ones.
 
     An existing file is kept unless --overwrite is given: sets and runs made with it would not fit the new one.
 
     Example: `nsa data tokenizer train my-text data/bpe.json --vocab-size 8192`
     """
+    from nsa_train.data.document import DocumentColumns
     from nsa_train.data.document_stream import sample_texts
+    from nsa_train.data.source.read_report import ReadReport
     from nsa_train.data.source.resolve import open_source
     from nsa_train.data.tokenizer import train_bpe
 
@@ -232,9 +236,11 @@ def train_tokenizer(
     if path.is_file() and not overwrite:
         raise OutputError(f"{path} exists and is kept. Name another file, or add --overwrite to replace it.")
     with ProgressLine(f"listing {source}") as line:
-        most = int(mb * 1e6)
-        texts = _counted(sample_texts(open_source(source), seed=seed, max_bytes=most), most, vocab_size, line)
-        tokenizer = train_bpe(texts, vocab_size, path)
+        most, report = int(mb * 1e6), ReadReport()
+        corpus = open_source(source, columns=DocumentColumns(text_column), report=report)
+        texts = sample_texts(corpus, seed=seed, max_bytes=most, report=report)
+        tokenizer = train_bpe(_counted(texts, most, vocab_size, line), vocab_size, path)
+    prepared_set.print_skipped(report)
     print_line(f"{path}: {tokenizer.vocab_size} tokens, end-of-document token {tokenizer.eos_id}")
     print_line(f"fingerprint {tokenizer.fingerprint}")
 

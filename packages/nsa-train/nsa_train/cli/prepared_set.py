@@ -250,16 +250,20 @@ def _print_report(source: str, report: "ReadReport") -> None:
     if len(rows) > 1:
         rows.append(["total", *_numbers(report.total())])
     _print_table(f"read from {source}", columns, rows)
-    if report.skipped:
-        print_line("Not used:")
-    for reason, entry in report.skipped.items():
-        print_line(f"  {entry.count:,} {reason}: {_names(entry)}")
+    print_skipped(report)
     if report.encodings:
         print_line("Not plain UTF-8:")
     for encoding, entry in report.encodings.items():
         print_line(f"  {_files(entry.count)} read as {encoding}: {_names(entry)}")
     if any(not name.startswith(("UTF", "damaged")) for name in report.encodings):
         print_line("  If an encoding is wrong, prepare into another folder with --encoding NAME.")
+
+
+def print_skipped(report: "ReadReport") -> None:
+    if report.skipped:
+        print_line("Not used:")
+    for reason, entry in report.skipped.items():
+        print_line(f"  {entry.count:,} {reason}: {_names(entry)}")
 
 
 def _numbers(counted: Any) -> list[str]:

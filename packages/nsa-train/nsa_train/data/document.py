@@ -97,6 +97,14 @@ class UnitOffsets:
 class CorruptUnit(DataError):
     """The data was read and is damaged: a retry will not help, skipping the unit may."""
 
+    fix = "Restore the file"
+
+
+class NoTextColumn(CorruptUnit):
+    """The data is whole, and has no text under the name of the text's column or JSON key."""
+
+    fix = "Name the one that holds it with --text-column NAME of `nsa data prepare` or `nsa data tokenizer train`"
+
 
 class DocumentSource(Protocol):
     @property

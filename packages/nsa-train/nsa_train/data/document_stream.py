@@ -17,6 +17,9 @@ import numpy as np
 from nsa.errors import ConfigError, DataError
 from nsa_train.data.document import CorruptUnit, Document, DocumentSource, is_held_out
 from nsa_train.data.permutation import seeded_permutation
+from nsa_train.data.source.file import WHOLE_FILE_KINDS, file_kind
+from nsa_train.data.source.read_report import ReadReport
+from nsa_train.data.source.resolve import read_counted
 from nsa_train.data.tokenizer import Tokenizer
 from nsa_train.data.unit_exchange import ExchangeSettings, TokenUnit, UnitExchange
 
@@ -89,6 +92,7 @@ class DocumentStream:
         self._max_bad_units = max_bad_units
         self._tokenize_batch = tokenize_batch
         self._quarantined: dict[int, str] = {}
+        self._last_corrupt: CorruptUnit | None = None
         self._next = StreamPosition(epoch=0, unit=0, row=0, documents=0, tokens=0)
         self._iterator: Iterator[TokenDoc] | None = None
         self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
@@ -169,6 +173,7 @@ class DocumentStream:
             raise DataError(
                 f"a whole epoch had no {self._split} document (held_out_fraction={self._held_out_fraction}, "
                 f"{len(self._quarantined)} of {len(self._source)} units quarantined). Check the split and the files."
+                + (f" The last of them: {error}. {error.fix}." if (error := self._last_corrupt) else "")
             )
         if self._at_end == "error":
             raise DataError(
@@ -247,7 +252,7 @@ class DocumentStream:
         try:
             return read()
         except CorruptUnit as error:
-            self._quarantined[index] = self._name(index)
+            self._quarantined[index], self._last_corrupt = self._name(index), error
             _log.warning(
                 "skipping corrupt unit %d from now on (%d quarantined so far): %s", index, len(self._quarantined), error
             )
@@ -258,7 +263,8 @@ class DocumentStream:
         if len(self._quarantined) > self._max_bad_units:
             raise DataError(
                 f"{len(self._quarantined)} units are corrupt, max_bad_units is {self._max_bad_units}. "
-                f"Quarantined: {'; '.join(self._quarantined.values())}. Restore the files, or raise the limit."
+                f"Quarantined: {'; '.join(self._quarantined.values())}. {(cause or CorruptUnit).fix}, or raise the "
+                "limit."
             ) from cause
 
     def _name(self, index: int) -> str:
@@ -270,12 +276,20 @@ def _after(doc: TokenDoc) -> StreamPosition:
     return StreamPosition(at.epoch, at.unit, at.row + 1, at.documents + 1, at.tokens + len(doc.tokens))
 
 
-def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int) -> Iterator[str]:
-    """Sample of a corpus to train a tokenizer on: documents in the first epoch's order of units, up to `max_bytes`."""
+def sample_texts(source: DocumentSource, *, seed: int, max_bytes: int, report: ReadReport) -> Iterator[str]:
+    """Sample of a corpus to train a tokenizer on: documents in the first epoch's order of units, up to `max_bytes`.
+    What `nsa data prepare` skips is skipped and counted in `report`."""
     used = 0
-    for index in seeded_permutation(len(source), seed, _UNIT_ORDER, 0):
-        for document in source.read(int(index)):
+    for index in map(int, seeded_permutation(len(source), seed, _UNIT_ORDER, 0)):
+        name = source.unit(index).file
+        try:
+            documents = read_counted(source, index, report, name if file_kind(name) in WHOLE_FILE_KINDS else None)
+        except CorruptUnit as error:
+            raise DataError(f"{error}. {error.fix}.") from error
+        for document in documents:
             if used >= max_bytes:
                 return
             used += len(document.text.encode())
             yield document.text
+    if not used:
+        raise DataError("the data source has no text to train a tokenizer on: every document is empty. Check the path.")

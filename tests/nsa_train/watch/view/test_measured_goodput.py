@@ -129,6 +129,22 @@ def test_a_process_that_died_before_its_first_beat_counts():
     assert len(measured.lives) == 2
 
 
+@pytest.mark.parametrize("again", [1, 2])
+def test_resuming_a_run_that_is_done_costs_nothing(again):
+    beats = [started(0, 0.0), *steps(1, 10, 0.0), a_beat(names.DONE, 10, 12.0)]
+    events = [RunEvent(0.0, EventKind.START, 0, {}), RunEvent(12.0, EventKind.DONE, 10, {})]
+    evaluations = [EvaluationRecord(10, 2.0, 1.0, 10.5)]
+    once = goodput(series(beats), events, evaluations)
+    for number in range(1, again + 1):
+        begin = 1000.0 * number
+        beats += [started(10, begin + 1, number), a_beat(names.DONE, 10, begin + 30, pid=number)]
+        events += [RunEvent(begin, EventKind.RESTART, 10, {}), RunEvent(begin + 5, EventKind.SAVE, 10, {})]
+        evaluations.append(EvaluationRecord(10, 2.0, 20.0, begin + 28))
+    assert spent(goodput(series(beats), events, evaluations)) == spent(once)
+    more = [*beats, started(10, 4000.0, 9), *steps(11, 20, 4001.0, pid=9)]
+    assert spent(goodput(series(more), events, evaluations))[TimeCause.PRODUCTIVE] > spent(once)[TimeCause.PRODUCTIVE]
+
+
 def test_a_run_without_records_has_no_goodput():
     assert goodput(series([]), []) is None
 

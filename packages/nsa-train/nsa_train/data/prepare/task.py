@@ -24,8 +24,8 @@ from nsa_train.data.prepare.plan import WORK, PreparePlan, PrepareTask, open_tas
 from nsa_train.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa_train.data.shards.writer import ShardInfo, ShardWriter
 from nsa_train.data.source.file import FileKind, file_kind
-from nsa_train.data.source.read_report import DUPLICATES, EMPTY, EMPTY_RECORDS, ReadReport
-from nsa_train.data.source.text import UnreadableText
+from nsa_train.data.source.read_report import DUPLICATES, ReadReport
+from nsa_train.data.source.resolve import read_counted
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa_train.storage import StorageFolder
 
@@ -82,35 +82,25 @@ class _TaskReader:
                 self.report.kind(_kind(task.file)).files += 1
             for index in range(task.first_unit, task.stop_unit):
                 documents: list[Document] = []
+                text_file = task.names[index] if task.names else None
+                kind = _kind(text_file or task.file)
                 try:
-                    documents = source.read(index)
-                except UnreadableText as error:
-                    self.report.skip(error.reason, task.names[index])
+                    documents = read_counted(source, index, self.report, text_file)
                 except CorruptUnit as error:
                     self._quarantine(f"{task.file}, {source.unit(index).part}", error)
-                yield from self._with_text(documents, task.names[index] if task.names else None)
+                for document in documents:
+                    self.report.kind(kind).files += text_file is not None
+                    yield kind, document
                 self._units_done += 1
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-
-    def _with_text(self, documents: list[Document], text_file: str | None) -> Iterator[tuple[FileKind, Document]]:
-        """`text_file` is the name of a file that is one document."""
-        kind = _kind(text_file or self._task.file)
-        for document in documents:
-            if document.text:
-                self.report.kind(kind).files += text_file is not None
-                yield kind, document
-            elif text_file is not None:
-                self.report.skip(EMPTY, text_file)
-            else:
-                self.report.skip(EMPTY_RECORDS, document.id)
 
     def _quarantine(self, unit: str, error: CorruptUnit) -> None:
         self.bad_units.append(unit)
         if len(self.bad_units) > self._plan.max_bad_units:
             raise DataError(
                 f"{len(self.bad_units)} unit(s) of one task are corrupt, max_bad_units is {self._plan.max_bad_units}. "
-                f"Last: {error}. Download the file again, or raise --max-bad-units to skip such units."
+                f"Last: {error}. {error.fix}, or raise --max-bad-units to skip such units."
             ) from error
 
 

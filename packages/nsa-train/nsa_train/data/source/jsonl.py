@@ -20,6 +20,7 @@ from nsa_train.data.document import (
     CorruptUnit,
     Document,
     DocumentColumns,
+    NoTextColumn,
     SourceUnit,
     UnitOffsets,
     make_document,
@@ -68,6 +69,8 @@ class JsonlSource:
         try:
             with open(self._files[file].path, "rb") as raw:
                 return self._documents(index, self._lines(raw, file, block))
+        except NoTextColumn as error:
+            raise NoTextColumn(f"{self.unit(index)}: {error}") from error
         except (zlib.error, EOFError, gzip.BadGzipFile, CorruptUnit) as error:
             raise CorruptUnit(f"{self.unit(index)} is corrupt: {error}") from error
         except OSError as error:
@@ -76,21 +79,23 @@ class JsonlSource:
     def _documents(self, index: int, lines: Iterator[bytes]) -> list[Document]:
         documents: list[Document] = []
         bad: list[CorruptUnit] = []
-        for line in lines:
+        file, block = self._units.locate(index)
+        after = f" after byte {block * self._block_bytes}" if block else ""
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 documents.append(self._parse(line))
             except CorruptUnit as error:
+                bad.append(type(error)(f"line {number}{after} {error}"))
                 if self._report is None:
-                    raise
-                bad.append(error)
+                    raise bad[0] from error
         if len(bad) > len(documents):
-            raise CorruptUnit(f"{len(bad)} of {len(bad) + len(documents)} lines are bad; the first: {bad[0]}")
-        file, block = self._units.locate(index)
+            shown = next((problem for problem in bad if isinstance(problem, NoTextColumn)), bad[0])
+            raise type(shown)(f"{len(bad)} of {len(bad) + len(documents)} lines are bad, e.g. {shown}")
         for problem in bad:
             assert self._report is not None
-            self._report.skip(BAD_LINES, f"{self._files[file].name}, {self._part(file, block)}: {problem}")
+            self._report.skip(BAD_LINES, f"{self._files[file].name}, {problem}")
         return documents
 
     def _blocks(self, file: LocalFile, size: int) -> int:
@@ -142,14 +147,16 @@ class JsonlSource:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorruptUnit(f"a line is not JSON ({error})") from error
-        if not isinstance(record, dict) or not isinstance(record.get(self._columns.text), str):
-            content = (
-                f"its keys are {sorted(record)[:8]}" if isinstance(record, dict) else f"it is {type(record).__name__}"
-            )
-            raise CorruptUnit(f"a line has no text under {self._columns.text!r}: {content}")
+            why = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise CorruptUnit(f"is not JSON ({why})") from error
+        key = self._columns.text
+        if not isinstance(record, dict):
+            raise CorruptUnit(f"is {type(record).__name__}, not an object with the text under {key!r}")
+        if not isinstance(record.get(key), str):
+            other = f" but {type(record[key]).__name__}" if key in record else ""
+            raise NoTextColumn(f"has no text under {key!r}{other}: its keys are {sorted(record)[:8]}")
         # JSON can contain half a surrogate pair, which is not a character and has no UTF-8 encoding.
-        text = record[self._columns.text].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        text = record[key].encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         return make_document(record.get(self._columns.id) if self._columns.id else None, text)
 
 

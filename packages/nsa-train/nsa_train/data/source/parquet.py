@@ -27,6 +27,7 @@ from nsa_train.data.document import (
     CorruptUnit,
     Document,
     DocumentColumns,
+    NoTextColumn,
     SourceUnit,
     UnitOffsets,
     make_document,
@@ -182,6 +183,8 @@ class ParquetSource:
         except ServerUnreachable as error:
             kind = DataTimeout if isinstance(error, DataTimeout) else DataError
             raise kind(f"{file.where} could not be listed: {error}") from error
+        except NoTextColumn as error:
+            raise DataError(f"{file.where} cannot be used: {error}. {error.fix}.") from error
         except CorruptUnit as error:
             raise DataError(
                 f"{file.where} is not a usable parquet file: {error}. Without its footer the number of units and so "
@@ -235,12 +238,13 @@ def _check_footer(metadata: Any, columns: DocumentColumns) -> None:
     for column in filter(None, (columns.text, columns.id)):
         if column == columns.id == DEFAULT_ID and column not in schema.names:
             continue  # ids are made from the text, as for JSONL without them
+        unusable = NoTextColumn if column == columns.text else CorruptUnit
         if column not in schema.names:
-            raise CorruptUnit(f"it has no column {column!r}, only {schema.names}")
+            raise unusable(f"it has no column {column!r}, only {schema.names}")
         kind = schema.field(column).type
         integer_id = column == columns.id and types.is_integer(kind)
         if not (types.is_string(kind) or types.is_large_string(kind) or integer_id):
-            raise CorruptUnit(f"its column {column!r} is {kind}, not text")
+            raise unusable(f"its column {column!r} is {kind}, not text")
     rows = sum(metadata.row_group(index).num_rows for index in range(metadata.num_row_groups))
     if rows != metadata.num_rows:
         raise CorruptUnit(f"its row groups have {rows} rows in total, its footer {metadata.num_rows}")

@@ -25,6 +25,8 @@ from nsa_train.data.source.hub import HUB_ID, list_hub
 from nsa_train.data.source.jsonl import JsonlSource
 from nsa_train.data.source.parquet import ParquetSource
 from nsa_train.data.source.read_report import (
+    EMPTY,
+    EMPTY_RECORDS,
     FOLDER_LINK,
     HIDDEN,
     NOT_A_FILE,
@@ -32,7 +34,7 @@ from nsa_train.data.source.read_report import (
     UNREADABLE,
     ReadReport,
 )
-from nsa_train.data.source.text import DEFAULT_FALLBACK, TextFileSource
+from nsa_train.data.source.text import DEFAULT_FALLBACK, TextFileSource, UnreadableText
 from nsa_train.shipped import text_source
 
 _HTTP = ("http://", "https://")
@@ -56,6 +58,7 @@ def open_source(
     hub_endpoint: str | None = None,
     cache_dir: Path | None = None,
     checksum_dir: Path | None = None,
+    report: ReadReport | None = None,
 ) -> DocumentSource:
     """List and open the files of `spec` in the order that defines the units.
 
@@ -64,8 +67,9 @@ def open_source(
     A text, Markdown or HTML file is one document. URLs are parquet files, and
     `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
     listing of a hub dataset between starts; `checksum_dir` the checksum of every unit, see `ChecksummedSource`.
+    With a `report`, bad lines of local JSONL files are skipped; they and the files left out are counted there.
     """
-    source = _open(spec, retry_policy or RetryPolicy(), columns, hub_endpoint, cache_dir)
+    source = _open(spec, retry_policy or RetryPolicy(), columns, hub_endpoint, cache_dir, report)
     return ChecksummedSource(source, checksum_dir) if checksum_dir is not None else source
 
 
@@ -75,6 +79,7 @@ def _open(
     columns: DocumentColumns | None,
     hub_endpoint: str | None,
     cache_dir: Path | None,
+    report: ReadReport | None,
 ) -> DocumentSource:
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
@@ -96,9 +101,10 @@ def _open(
     listings = [list_local(one) for one in specs]
     for one, listing in zip(specs, listings, strict=True):
         _log_left_out(one, listing)
+        if report is not None:
+            report.add(listing.left_out)
     local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
-    parts = open_local(local, retry_policy=retry_policy, columns=columns)
-    return combine(parts)
+    return combine(open_local(local, retry_policy=retry_policy, columns=columns, report=report))
 
 
 def _list_hub(spec: str, client: HttpClient, retry_policy: RetryPolicy, endpoint: str | None) -> list[HttpFile]:
@@ -132,6 +138,7 @@ def open_local(
     retry_policy: RetryPolicy | None = None,
     columns: DocumentColumns | None = None,
     fallback_encoding: str = DEFAULT_FALLBACK,
+    report: ReadReport | None = None,
 ) -> list[ParquetSource | JsonlSource | TextFileSource]:
     """A source for each kind of file that is there: parquet, JSONL, then text, Markdown and HTML together."""
     _refuse_duplicates([file.name for file in files])
@@ -143,10 +150,24 @@ def open_local(
     if parquet := of_kind("parquet"):
         parts.append(ParquetSource(parquet, retry_policy or RetryPolicy(), columns=columns))
     if jsonl := of_kind("jsonl"):
-        parts.append(JsonlSource(jsonl, columns=columns))
+        parts.append(JsonlSource(jsonl, columns=columns, report=report))
     if texts := of_kind(*WHOLE_FILE_KINDS):
-        parts.append(TextFileSource(texts, columns=columns, fallback_encoding=fallback_encoding))
+        parts.append(TextFileSource(texts, columns=columns, fallback_encoding=fallback_encoding, report=report))
     return parts
+
+
+def read_counted(source: DocumentSource, index: int, report: ReadReport, text_file: str | None) -> list[Document]:
+    """Read the documents of a unit that have text; the others, and a text file that cannot be decoded, are counted in
+    `report`. `text_file` is the name of a file that is one document."""
+    try:
+        documents = source.read(index)
+    except UnreadableText as error:
+        report.skip(error.reason, text_file or str(source.unit(index)))
+        return []
+    for document in documents:
+        if not document.text:
+            report.skip(*((EMPTY_RECORDS, document.id) if text_file is None else (EMPTY, text_file)))
+    return [document for document in documents if document.text]
 
 
 def _log_left_out(spec: str, listing: _LocalListing) -> None:

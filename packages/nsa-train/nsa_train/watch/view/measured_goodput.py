@@ -85,10 +85,12 @@ def goodput(
     if any(after < before - HealthLimits.clock_skew_s for before, after in pairwise(lead.ts)):
         return None
     spans = _spans(lead, events)
+    while len(spans) > 1 and spans[-2].ending == names.DONE and not spans[-1].rows:
+        spans.pop()  # started again after the run was done, and found nothing to do: neither down nor start-up
     if not spans:
         return None
     spent = dict.fromkeys(TimeCause, 0.0)
-    intervals = _RowIntervals(lead, events, evaluations)
+    intervals = _RowIntervals(lead, events, [each for each in evaluations if each.ts <= spans[-1].end])
     lives = []
     for span, after in zip(spans, [*spans[1:], None], strict=True):
         first = lead.ts[span.rows[0]] if span.rows else span.end
