@@ -11,6 +11,7 @@ import yaml
 from nsa.errors import ExitCode
 from nsa_train.cli.main import app
 from nsa_train.config import load
+from nsa_train.shipped import CONFIGS, config_names
 from nsa_train.train.launch.launcher import FINAL_EXITS, RETRYABLE_EXITS
 from tests.docs.blocks import tokenizer_command
 from tests.nsa_train.train.runs import ROOT
@@ -196,11 +197,15 @@ WITH_A_TOKENIZER = {
 }
 
 
+def needs_a_tokenizer(config: str) -> bool:
+    return load(CONFIGS / f"{config}.yaml").data.tokenizer != "byte"
+
+
 @pytest.mark.parametrize("name", sorted(WITH_A_TOKENIZER))
 def test_a_text_that_starts_a_config_says_how_its_tokenizer_is_made(name):
     """One command, the one in the config's own header: without that file preflight refuses the run."""
-    named = {ROOT / path for path in re.findall(r"\bconfigs/\w+\.yaml", (ROOT / name).read_text())}
-    needing = [path for path in named if load(path).data.tokenizer != "byte"]
+    named = set(re.findall(rf"\b(?:{'|'.join(config_names())})\b", (ROOT / name).read_text()))
+    needing = [CONFIGS / f"{config}.yaml" for config in named if needs_a_tokenizer(config)]
     assert needing
     for path in needing:
         assert tokenizer_command(ROOT / name) == tokenizer_command(path)
@@ -209,13 +214,14 @@ def test_a_text_that_starts_a_config_says_how_its_tokenizer_is_made(name):
 def test_no_other_text_for_operators_starts_a_config_that_needs_a_tokenizer():
     texts = [*ROOT.glob("ops/**/*.*"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/**/*.sh")]
     with_bytes = r"(?![^\n]*data\.tokenizer=byte)"
-    starts = rf"(?:launch|train|sbatch\S*|start HOST|CONFIG:|args:\n *-)[^\n]* (configs/\w+\.yaml){with_bytes}"
+    config_name = rf"(?:configs/)?({'|'.join(config_names())})(?:\.yaml)?(?!\w)"
+    starts = rf"(?:launch\b|train\b|sbatch\S*|start HOST|CONFIG:|args:\n *-)[^\n]* {config_name}{with_bytes}"
     operator_texts = {
         str(path.relative_to(ROOT))
         for path in texts
         if path.is_file() and path.suffix != ".pyc"
         for config in re.findall(starts, path.read_text(encoding="utf-8"))
-        if load(ROOT / config).data.tokenizer != "byte"
+        if needs_a_tokenizer(config)
     }
     assert operator_texts == WITH_A_TOKENIZER
 

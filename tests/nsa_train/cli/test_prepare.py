@@ -89,10 +89,10 @@ def test_no_number_is_cut(prepared: tuple[Path, str], columns: int) -> None:
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
 def test_the_live_line_drops_parts_and_cuts_none(width: int) -> None:
     beat = SimpleNamespace(step=123456, loss=3.14159, toks_per_s=1234567.0, lr=3e-4, grad_norm=1.25, step_s=12.5)
-    line = _progress(beat, 500000, width)  # type: ignore[arg-type]
+    line = _progress(beat, 500000, 75.0, width)  # type: ignore[arg-type]
     assert line.startswith("step 123456/500000")
     assert len(line) <= max(width, 45)
-    assert set(line.split(" · ")) <= set(_progress(beat, 500000).split(" · "))  # type: ignore[arg-type]
+    assert set(line.split(" · ")) <= set(_progress(beat, 500000, 75.0).split(" · "))  # type: ignore[arg-type]
 
 
 def test_progress_has_a_share_and_the_time_left() -> None:

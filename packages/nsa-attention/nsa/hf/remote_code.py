@@ -16,7 +16,7 @@ _PACKAGE = "nsa"
 _ROOT = Path(__file__).parents[2]
 _FILES = {"nsa.hf.configuration": "configuration_nsa", "nsa.hf.modeling": "modeling_nsa"}
 """Modules whose files have the names that Transformers' own models use."""
-_LEFT_OUT = ("nsa.kernels.cpu", "nsa.kernels.triton")
+_LEFT_OUT = ("nsa.kernels.cpu", "nsa.kernels.triton", "nsa.kernels.self_check")
 _STAND_IN = "nsa_left_out"
 _STAND_IN_TEXT = '''\
 """In place of the kernels of nsa-train that are compiled, which this folder does not hold."""
