@@ -26,6 +26,7 @@ WRONG = {
     "sentence without a capital": r"[.!?] \"?[a-z]",
     "no space after a mark": r"[.,!?][A-Za-z]",
     "number with a singular": r"\b(?:two|three|four|five|six|seven|ten|twelve) (?:step|day|piece|coin|hen|stone)\b",
+    "plural after was": r"\bwas (?:no )?(?:eggs|noodles|pancakes|roast potatoes|honey cakes|cinnamon rolls)\b",
     "present form in a tale": r"\b(?:he|she) (?:goes|runs|sees|says|walks)\b",
 }
 
