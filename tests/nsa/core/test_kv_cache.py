@@ -61,7 +61,14 @@ def test_chunks_equal_the_whole(geometry, sizes, changes):
     assert cache.length_B.tolist() == [211, 211]
 
 
-@pytest.mark.parametrize(("length", "sizes"), each_value([2050, 2047], [[1], [7], [64], [1000]]), ids=str)
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [  # token by token for every change where more blocks are there than are selected, from the first one on at night
+        *each_value([2050, 2047], [[7], [64], [1000], [1980, *[1] * 32]]),
+        *(pytest.param(length, [1], marks=pytest.mark.nightly) for length in (2050, 2047)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
 def test_chunks_equal_the_whole_at_the_base_sizes(length, sizes):
     module = make(**attention_args("seed", (12, 2)))
     x = torch.randn(1, length, 24)

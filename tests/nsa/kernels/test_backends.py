@@ -4,6 +4,7 @@ Outputs and gradients, plain, packed and cached layouts, odd sizes, any heads pe
 """
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -86,6 +87,13 @@ class Case:
         return self
 
 
+@cache  # one for all backends
+def case_and_reference(branch, layout, geometry, heads):
+    """A case, and the output and gradients of the reference in double precision."""
+    case = Case(layout, geometry, heads, torch.float32)
+    return case, [tensor.detach() for tensor in case.out_and_gradients(REFERENCE, branch, torch.float64)]
+
+
 @pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("branch", ATTENTION)
 @pytest.mark.parametrize("layout", ["plain", "packed", "leap", "cached"])
@@ -94,8 +102,7 @@ class Case:
     [("tiny", heads) for heads in HEADS] + [(name, (6, 2)) for name in GEOMETRIES if name != "tiny"],
 )
 def test_matches_reference(backend, branch, layout, geometry, heads):
-    case = Case(layout, geometry, heads, torch.float32)
-    want = case.out_and_gradients(REFERENCE, branch, torch.float64)
+    case, want = case_and_reference(branch, layout, geometry, heads)
     got = case.out_and_gradients(BACKENDS[backend].functions, branch)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,5 +1,6 @@
 """The compiled CPU kernels: every instruction set this machine has, any number of threads, one call for decode."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,13 @@ class Inputs:
         return [out, *torch.autograd.grad(out, (q, k, v), torch.randn(out.shape).to(out.dtype))]
 
 
+@functools.cache  # one for all instruction sets: in double precision it takes longer than what is tested
+def inputs_and_reference(branch, *arguments, **more):
+    """Inputs, and the output and gradients of the reference in double precision."""
+    inputs = Inputs(*arguments, **more)
+    return inputs, [tensor.detach() for tensor in inputs.out_and_gradients(REFERENCE, branch, torch.float64)]
+
+
 def error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
@@ -84,8 +92,7 @@ def error(got, want):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
 def test_every_instruction_set_matches_the_reference(isa, branch, shape, dtype, limit):
-    inputs = Inputs(shape, dtype)
-    want = inputs.out_and_gradients(REFERENCE, branch, torch.float64)
+    inputs, want = inputs_and_reference(branch, shape, dtype)
     for got, exact in zip(inputs.out_and_gradients(CPU.functions, branch), want, strict=True):
         assert error(got, exact) < limit
 
@@ -94,12 +101,11 @@ def test_every_instruction_set_matches_the_reference(isa, branch, shape, dtype, 
 @pytest.mark.parametrize("geometry", ["showcase", "tiny", "long_blocks"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-3)], ids=str)
 def test_branch_and_selection_in_one_pass_are_those_of_two(isa, layout, geometry, dtype, limit):
-    inputs = Inputs((6, 16, 24), dtype, layout=layout, geometry=geometry)
+    inputs, want = inputs_and_reference("compressed", (6, 16, 24), dtype, layout=layout, geometry=geometry)
     q, kc, vc = (x.requires_grad_() for x in inputs.tensors("compressed"))
     out, idx = CPU.compressed_and_select(q, kc, vc, inputs.pos, inputs.first, **inputs.sizes)
     assert torch.equal(idx, inputs.idx)
     assert torch.equal(CPU.functions.select(q, kc, inputs.pos, inputs.first, **inputs.sizes), idx)
-    want = inputs.out_and_gradients(REFERENCE, "compressed", torch.float64)
     torch.manual_seed(1)
     gradients = torch.autograd.grad(out, (q, kc, vc), torch.randn(out.shape).to(dtype))
     for got, exact in zip((out, *gradients), want, strict=True):

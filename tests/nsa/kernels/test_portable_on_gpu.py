@@ -16,6 +16,7 @@ from nsa.kernels.interface import BranchInputs
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
 from tests.attention_options import KV_PROJECTIONS, PHIS
+from tests.covering_cases import each_pair
 from tests.nsa.kernels import test_backends as exact
 from tests.nsa.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
 from tests.shapes import GEOMETRIES, HEADS, attention_args
@@ -60,13 +61,14 @@ def test_training_on_a_gpu_reads_nothing_uploads_nothing_and_adds_without_atomic
     assert recorded.atomic == []
 
 
-@pytest.mark.parametrize("branch", BRANCHES)
-@pytest.mark.parametrize("layout", ["plain", "one start", "packed", "cached"])
+SIZES = [*(("tiny", heads) for heads in HEADS), *((name, (6, 2)) for name in GEOMETRIES if name != "tiny")]
+
+
 @pytest.mark.parametrize(
-    ("geometry", "heads"),
-    [("tiny", heads) for heads in HEADS] + [(name, (6, 2)) for name in GEOMETRIES if name != "tiny"],
+    ("branch", "layout", "size"), each_pair(BRANCHES, ["plain", "one start", "packed", "cached"], SIZES), ids=str
 )
-def test_static_shapes_give_what_the_reference_gives(static, monkeypatch, branch, layout, geometry, heads):
+def test_static_shapes_give_what_the_reference_gives(static, monkeypatch, branch, layout, size):
+    geometry, heads = size
     monkeypatch.setattr(chunk, "CPU_ELEMENTS", 1 << 14)  # several chunks of queries
     case = exact.Case("plain" if layout == "one start" else layout, geometry, heads, torch.float32)
     if layout == "one start":

@@ -109,6 +109,11 @@ def test_labels_that_are_no_tokens_are_refused(label):
             function(x, weight, labels)
     with pytest.raises(ConfigError):
         linear_agreement(x, weight, x, weight, labels)
+
+
+def test_a_compiled_loss_refuses_them_too():
+    x, weight, labels = case()
+    labels[3] = 23
     with pytest.raises(ConfigError):
         torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)(x, weight, labels)
 
@@ -124,7 +129,7 @@ def test_no_label_at_all_is_a_loss_of_zero():
 def test_full_logits_never_exist(monkeypatch, dtype):
     """Peak of what is allocated stays near one chunk, far below all logits, and the weight is never converted whole."""
     monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 1 << 16)
-    x, weight, labels = torch.randn(4096, 32), torch.randn(4096, 32), torch.randint(4096, (4096,))
+    x, weight, labels = torch.randn(1024, 32), torch.randn(4096, 32), torch.randint(4096, (1024,))
     with torch.profiler.profile(profile_memory=True) as prof:
         linear_cross_entropy(x.to(dtype).requires_grad_(), weight.to(dtype), labels)
     allocations = ("aten::mm", "aten::matmul", "aten::_to_copy", "aten::empty", "aten::addmm_", "aten::zeros_like")
