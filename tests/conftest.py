@@ -1,5 +1,6 @@
 """Settings of the test processes: one thread each, SIGINT as in a terminal; the longest files first under xdist."""
 
+import functools
 import gc
 import os
 import signal
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer.testing
 
 from tests.wheel_install import BuiltWheels, WheelInstall, build_wheels
 
@@ -16,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, which their children inherit: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# CliRunner would build all commands from their annotations for every call.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 # More than half a minute each. The scheduler hands out files in order: one of these at the end would run alone.
 LONGEST = (
     "tests/proofs/drill/chaos/test_chaos.py",  # this and the next eight: at night

@@ -4,8 +4,8 @@ Importing them takes a new interpreter up to 6 s of CPU time, a fork takes 0.05 
 own, with their own arguments, environment, folder, files, signals and exit code. What they import is not as in a new
 interpreter, nor is what is read from the environment while torch is imported: such tests start `sys.executable`.
 
-`run` and `start` are for tests, one server per test process. `command_for` is for shell scripts: as a program with a
-socket and words this file starts them on the server and ends as they do.
+`run` and `start` are for tests, one server per test process. `command_for` is for shell scripts and launchers: as a
+program with a socket and words this file starts them on the server and ends as they do; if it is killed, so are they.
 """
 
 import array
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
-READY_S = 180.0
+READY_S = 500.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOADED = (
     "nsa_train.train.run", "nsa_train.cli.main", "nsa_train.infer.load_model", "nsa.hf.modeling", "transformers",
@@ -46,6 +46,8 @@ class ForkRequest:
     variables: dict[str, str]
     new_session: bool = True
     ignored_signals: list[int] = field(default_factory=list)
+    ends_with_client: bool = False
+    """Kill it when whoever asked for it closes the connection."""
 
 
 class ForkedProcess:
@@ -212,14 +214,18 @@ def _serve(path: str) -> ForkRequest:
     listener.listen()
     os.rename(f"{path}.new", path)
     running: dict[int, socket.socket] = {}
+    clients: dict[socket.socket, int] = {}
     while True:
-        ready, _, _ = select.select([0, woken, listener], [], [])
+        ready, _, _ = select.select([0, woken, listener, *clients], [], [])
+        for client in clients.keys() & set(ready):
+            os.kill(clients.pop(client), signal.SIGKILL)  # it still runs, or is still to be waited for
         if woken in ready:
             os.read(woken, 4096)
             for pid, connection in list(running.items()):
                 ended, status, usage = os.wait4(pid, os.WNOHANG)
                 if ended:
                     del running[pid]
+                    clients.pop(connection, None)
                     with contextlib.suppress(OSError), connection:  # the test may have ended
                         connection.sendall(f"{status} {usage.ru_utime + usage.ru_stime}\n".encode())
         if listener in ready:
@@ -236,6 +242,8 @@ def _serve(path: str) -> ForkRequest:
                 _become(request, files)
                 return request
             running[pid] = connection
+            if request.ends_with_client:
+                clients[connection] = pid
             for file in files:
                 os.close(file)
             connection.sendall(f"{pid}\n".encode())
@@ -271,9 +279,14 @@ def _preload() -> None:
     import gc
     import importlib
 
+    import typer.main
+
     for name in _PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):  # a plain install
             importlib.import_module(name)
+    # Built from the annotations of all commands: here, not in every process.
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(importlib.import_module("nsa_train.cli.main").app)
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy every page
 
@@ -321,7 +334,7 @@ def _forward(server: str, words: list[str]) -> int:
     """Run on the server with the files of this process; its signals are passed on, and its end is this process's."""
     if words[0].startswith("-") and words[0] not in ("-m", "-c"):
         os.execv(sys.executable, [sys.executable, *words])
-    request = ForkRequest(words, os.getcwd(), dict(os.environ), new_session=False)
+    request = ForkRequest(words, os.getcwd(), dict(os.environ), new_session=False, ends_with_client=True)
     process = ForkedProcess(server, request, (0, 1, 2))
     for number in _FORWARDED:
         signal.signal(number, lambda number, frame: process.send_signal(number))

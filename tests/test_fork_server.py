@@ -90,6 +90,19 @@ def test_a_timeout_ends_the_whole_session(tmp_path):
         time.sleep(0.05)
 
 
+def test_a_program_ends_with_its_shell_command(tmp_path):
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with subprocess.Popen(
+        ["sh", "-c", f"exec {fork_server.command_for('-c', program)}"], stdout=subprocess.PIPE
+    ) as one:
+        pid = int(one.stdout.readline())
+        one.kill()
+    until = time.monotonic() + 60
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def test_a_shell_command_passes_on_files_signals_and_the_exit_code(tmp_path):
     command = fork_server.command_for("-c", "import sys; print(sys.stdin.read() + sys.argv[1]); sys.exit(9)")
     done = subprocess.run(["sh", "-c", f"echo in | {command} word"], capture_output=True, text=True, cwd=tmp_path)
