@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
 from proofs import import_path
+from proofs.drill.__main__ import app
 from proofs.drill.harness import DrillProcess
 from proofs.drill.result import DrillResult
 from proofs.drill.suite import NODE_SCENARIOS, SCENARIOS, DrillSuite, scenario
@@ -23,28 +27,48 @@ EVERY_CHANGE = (
     "nan_gradient", "slow_rank", "full_disk", "corrupt_shard", "killed_agent", "clock_jump", "damaged_checkpoint",
     "metric_sink_down", "bad_yaml",
 )  # fmt: skip
-_DIE_WITH_SERVER = """\
-import os, runpy, sys
+_FORKED = """\
+import os, runpy, shlex, sys
+from dataclasses import replace
+from nsa_train.train.launch import launcher
 from nsa_train.train.launch.agent import die_with_parent
 die_with_parent(os.getppid())
-del sys.argv[0]
+launch, python = launcher.launch, shlex.split(sys.argv[1])
+launcher.launch = lambda settings, *more: launch(replace(settings, command=python + settings.command[1:]), *more)
+del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
+"""Runs a module that dies with the fork server; if it launches ranks, they are forked there, too."""
 
 
-def drill(*words: str, timeout_s: float) -> tuple[int, list[dict], str]:
+def drill(*words: str, timeout_s: float) -> list[dict]:
     result = subprocess.run(
         [sys.executable, "-m", "proofs.drill", "--json", *words],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": import_path()}, capture_output=True, text=True, timeout=timeout_s,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": import_path()}, stdout=subprocess.PIPE, text=True, timeout=timeout_s,
     )  # fmt: skip
-    return result.returncode, json.loads(result.stdout), result.stderr
+    return json.loads(result.stdout)
+
+
+def start_forked(command: list[str], node: None, variables: dict[str, str], out: BinaryIO) -> fork_server.ForkedProcess:
+    words = ["-c", _FORKED, fork_server.command_for(), *command]
+    return fork_server.start(words, cwd=ROOT, env=variables, stdout=out, stderr=out)
+
+
+@contextmanager
+def forked_programs() -> Iterator[None]:
+    """Programs of the drill are forked from one that has imported torch; the agents of launchers are new ones."""
+    fork_server.run(["-c", ""], cwd=ROOT, env={})  # the server is there before several threads want one
+    with mock.patch.object(DrillProcess, "_start", staticmethod(start_forked)):
+        yield
 
 
 def test_the_command_kills_a_trainer_and_keeps_its_runs(tmp_path):
     keep = tmp_path / "kept"
-    code, rows, said = drill("--only", "killed_trainer", "--keep", str(keep), timeout_s=580)
+    with forked_programs():
+        ended = CliRunner().invoke(app, ["--json", "--only", "killed_trainer", "--keep", str(keep)])
+    rows, said = json.loads(ended.stdout), ended.stderr
     assert [row["unmet"] for row in rows] == [[]], f"{rows}\n{said}"
-    assert code == 0
+    assert ended.exit_code == 0
     (killed,) = rows
     assert killed["detected_by"] == "watchdog: process_gone"
     assert killed["after_s"] >= 2
@@ -59,16 +83,10 @@ def selected(request, test: str) -> list[str]:
     return [item.callspec.params["name"] for item in tests]
 
 
-def start_forked(command: list[str], node: None, variables: dict[str, str], out: BinaryIO) -> fork_server.ForkedProcess:
-    return fork_server.start(["-c", _DIE_WITH_SERVER, *command], cwd=ROOT, env=variables, stdout=out, stderr=out)
-
-
 @pytest.fixture(scope="module")
 def forked_rows(request, tmp_path_factory) -> dict[str, DrillResult]:
-    """The drill with programs that are forked from one that has imported torch; ranks of a launcher are new ones."""
     folder = tmp_path_factory.mktemp("drill")
-    fork_server.run(["-c", ""], cwd=ROOT, env={})  # the server is there before several threads want one
-    with mock.patch.object(DrillProcess, "_start", staticmethod(start_forked)), DrillSuite(folder, jobs=2) as suite:
+    with forked_programs(), DrillSuite(folder, jobs=2) as suite:
         rows = dict(suite.run(selected(request, "test_a_row_of_each_class_holds")))
     assert not [line for line in Path("/proc/mounts").read_text().splitlines() if str(folder) in line]
     return rows
@@ -88,7 +106,7 @@ def test_a_row_of_each_class_holds(forked_rows, name):
 def rows_of(request, test: str, *words: str) -> dict[str, dict]:
     """Run one drill with the scenarios for which this test was selected; their rows by name."""
     names = selected(request, test)
-    _, printed_rows, _ = drill(*words, *(word for name in names for word in ("--only", name)), timeout_s=3500)
+    printed_rows = drill(*words, *(word for name in names for word in ("--only", name)), timeout_s=3500)
     titles = {scenario(name).title: name for name in names}
     return {titles[row["fault"]]: row for row in printed_rows}
 
