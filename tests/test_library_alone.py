@@ -1,7 +1,10 @@
 """The library runs with torch alone: no package of the trainer can be imported while it computes and checks."""
 
+import os
 import subprocess
 import sys
+
+from tests import fork_server
 
 ABSENT = ("nsa_train", "pydantic", "typer", "yaml", "rich", "transformers", "olmo_core", "pyarrow", "tokenizers")
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))\n"
@@ -35,8 +38,7 @@ def test_the_library_needs_torch_only(tmp_path):
 
 
 def test_a_device_that_is_not_here_is_refused_with_the_devices_that_are(tmp_path):
-    command = [sys.executable, "-m", "nsa.check", "--device", "nonsense"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = fork_server.run(["-m", "nsa.check", "--device", "nonsense"], cwd=tmp_path, env=os.environ)
     assert (done.returncode, done.stdout) == (20, "")
     assert "nonsense" in done.stderr
     assert "Traceback" not in done.stderr

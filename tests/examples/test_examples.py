@@ -1,4 +1,7 @@
-"""Every program and notebook of `examples/` runs in a new process and an empty folder, and prints what it promises."""
+"""Every program and notebook of `examples/` runs in a process and folder of its own, and prints what it promises.
+
+For every change the shorter ones are forked from a process that has imported torch; every night each is a new one.
+"""
 
 import json
 import os
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import fork_server
 from tests.nsa_train.train.runs import environment
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +26,8 @@ LONGEST = 100
 NIGHTLY = pytest.mark.nightly
 
 
-def run(folder: Path, *words: str) -> str:
-    """Run Python where copies of the examples are; they see the two packages and nothing else of the checkout."""
+def run(folder: Path, *words: str, forked: bool = False) -> str:
+    """Run Python where copies of the examples are; a new process sees of the checkout nothing but the packages."""
     for file in EXAMPLES.iterdir():
         if file.is_file() and not (folder / file.name).exists():
             (folder / file.name).write_bytes(file.read_bytes())
@@ -36,6 +40,10 @@ def run(folder: Path, *words: str) -> str:
         packages.append(str(Path(spec.submodule_search_locations[0]).parent))
     path = f"{command.parent}:{os.environ['PATH']}"
     offline = dict(HF_HUB_OFFLINE="1", PATH=path, PYTHONPATH=":".join(packages))
+    if forked:
+        done = fork_server.run(list(words), cwd=folder, env=environment(**offline), timeout=550)
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n--- stderr\n{done.stderr[-3000:]}"
+        return done.stdout
     process = subprocess.Popen(
         [sys.executable, *words], cwd=folder, env=environment(**offline), text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -164,25 +172,30 @@ NOTEBOOKS = {
 
 
 def parameters(rows: Mapping[str, Example]) -> list:
+    """Names, forked and as new processes."""
     there = {name: row for name, row in rows.items() if row.needs is None or find_spec(row.needs)}
-    return [pytest.param(name, marks=row.marks) for name, row in there.items()]
+    short = [name for name, row in there.items() if NIGHTLY not in row.marks]
+    return [
+        *(pytest.param(name, True, id=f"{name}, forked") for name in short),
+        *(pytest.param(name, False, id=name, marks=NIGHTLY) for name in there),
+    ]
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", parameters(ROWS))
-def test_it_runs_and_prints_what_it_promises(name: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "forked"), parameters(ROWS))
+def test_it_runs_and_prints_what_it_promises(name: str, forked: bool, tmp_path: Path):
     row = ROWS[name]
-    row.check(run(tmp_path, name, *row.words), tmp_path)
+    row.check(run(tmp_path, name, *row.words, forked=forked), tmp_path)
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", parameters(NOTEBOOKS))
-def test_the_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
+@pytest.mark.parametrize(("name", "forked"), parameters(NOTEBOOKS))
+def test_the_notebook_runs_from_top_to_bottom(name: str, forked: bool, tmp_path: Path):
     row, text = NOTEBOOKS[name], (EXAMPLES / name).read_text(encoding="utf-8")
     longer, shorter = row.words
     assert text.count(longer) == 1
     (tmp_path / name).write_text(text.replace(longer, shorter), encoding="utf-8")
-    row.check(run(tmp_path, str(RUN_NOTEBOOK), name), tmp_path)
+    row.check(run(tmp_path, str(RUN_NOTEBOOK), name, forked=forked), tmp_path)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

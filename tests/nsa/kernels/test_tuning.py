@@ -25,7 +25,7 @@ from nsa.kernels.triton import autotune, tuning
 from nsa.kernels.triton.autotune import Launch, TileTuner, Work, key_of, run, tuned
 from nsa.kernels.triton.tile_store import TileStore, set_tuning
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
-from proofs import import_path
+from tests import fork_server
 
 ROOT = Path(__file__).parents[3]
 TABLE, SLOW, FAST, SPILLS = TileSizes(64, 64), TileSizes(32, 64), TileSizes(128, 64, 8), TileSizes(256, 64)
@@ -184,12 +184,12 @@ print(bench.timed)
 
 
 def test_processes_that_start_together_time_once_and_leave_one_whole_file(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": import_path()}
-
     def run(keys: str) -> int:
-        command = [sys.executable, "-c", _TUNE, str(tmp_path), keys]
-        return int(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+        done = fork_server.run(["-c", _TUNE, str(tmp_path), keys], cwd=ROOT, env=os.environ)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
 
+    fork_server.run(["-c", ""], cwd=ROOT, env={})  # the server is there before two threads want one
     with ThreadPoolExecutor(2) as pool:
         timed = list(pool.map(run, ["shared,a", "shared,b"]))
     assert sum(timed) == 3 * 3  # keys, each with the candidates that may run

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from nsa.bench.case import SHAPES
 from nsa.errors import ConfigError
 from nsa.gpus import GPUS as SPECS
-from proofs import import_path
 from proofs.perf_model import SelectionOverlap, measure_overlap, predict, selected_kernels, selection_overlap, torch_ops
 from proofs.perf_model.dense import dense_s, stretch
 from proofs.perf_model.gpus import GPUS, SCHEDULERS, gpu_named
@@ -22,6 +19,7 @@ from proofs.perf_model.group_centric import group_centric_forward
 from proofs.perf_model.instruction_counts import HMMA_FLOPS, count, count_instructions, parse
 from proofs.perf_model.prediction import time_of
 from proofs.perf_model.work import KernelWork, LaunchSizes
+from tests import fork_server
 
 ROOT = Path(__file__).parents[3]
 BASE, TINY = SHAPES["base"], SHAPES["tiny"]
@@ -214,10 +212,7 @@ def test_an_unknown_value_is_refused_with_the_known_ones():
 def test_every_output_says_that_it_is_modelled(tmp_path):
     words = ["--gpu", "mi300x", "--lengths", "200,400", "--shape", "tiny", "--json", "m.json",
              "--plot", "m.svg", "--markdown", "m.md"]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "proofs.perf_model", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"PYTHONPATH": import_path()},
-    )  # fmt: skip
+    done = fork_server.run(["-m", "proofs.perf_model", *words], cwd=tmp_path, env=os.environ)
     assert done.returncode == 0, done.stderr
     body = json.loads((tmp_path / "m.json").read_text())
     assert [p["length"] for p in body["predictions"]] == [200, 200, 400, 400]

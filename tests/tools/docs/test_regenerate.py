@@ -1,19 +1,17 @@
 """Every generated page is what the code writes now."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import fork_server
+from tests.nsa_train.train.runs import environment
 from tools.docs import regenerate
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_no_generated_page_is_stale():
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.docs.regenerate", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = fork_server.run(["-m", "tools.docs.regenerate", "--check"], cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

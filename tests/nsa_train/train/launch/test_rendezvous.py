@@ -5,8 +5,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,6 +34,7 @@ from nsa_train.train.launch.rendezvous import (
     _SeveralNodes,
     _SignedBackend,
 )
+from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment, free_port, write_config
 
 WAIT_S = 120
@@ -49,11 +48,12 @@ class Launched:
     def __init__(self, at: Path, *words: str, **variables: str) -> None:
         self.folder = at / "run"
         self.log = (at / "log").open("a")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "nsa_train.cli", "launch", *words, str(write_config(at)),
-             "train.steps=4900", f"train.out_dir={self.folder}"],
-            cwd=ROOT, env=environment(**variables), stdout=self.log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        words = ["-m", "nsa_train.cli", "launch", *words, str(write_config(at))]
+        words += ["train.steps=4900", f"train.out_dir={self.folder}"]
+        # The launcher is forked; the agent and the ranks, whose sockets are looked for, are new interpreters.
+        self.process = fork_server.start(
+            words, cwd=ROOT, env=environment(**variables), stdout=self.log, stderr=self.log
+        )
 
     def __enter__(self) -> "Launched":
         return self
