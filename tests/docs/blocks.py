@@ -77,8 +77,10 @@ def run_page(
     timeout_s: float,
     *,
     replace: Mapping[str, str] | None = None,
-) -> None:
+) -> str:
     """Run every block that runs here: the shell blocks in order, then the Python blocks in one process.
+
+    Returns what they print.
 
     programs: folder of the `nsa` and `python` to use.
     replace: words of the page, each there once or more, and what to run instead, e.g. to train for fewer steps.
@@ -104,6 +106,7 @@ def run_page(
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n--- stderr\n{done.stderr[-5000:]}"
+    return done.stdout
 
 
 def _with_server(block: Block) -> str:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -44,7 +45,7 @@ FEW_STEPS = (
 )
 SHORTER = {
     "README": {
-        "nsa demo ": "nsa demo --steps 4 ",
+        "nsa demo ": "nsa demo --steps 2 ",
         "nsa generate nsa-demo/run": "nsa generate nsa-demo/run --max-new-tokens 8",
     },
     "index": {
@@ -84,7 +85,18 @@ def write_own_text(folder: Path) -> None:
     (texts / "scan.pdf").write_bytes(b"%PDF")
 
 
-def check_own_text(folder: Path) -> None:
+def check_demo(folder: Path, printed: str) -> None:
+    """The only test of the demo's results for every change: tests/nsa_train/cli/test_demo.py stops it, at night."""
+    assert "$ nsa data tokenizer train nsa-demo/text nsa-demo/bpe.json" in printed
+    assert (folder / "nsa-demo/run/report.html").stat().st_size > 10_000
+    picture = ElementTree.parse(folder / "nsa-demo/selection.svg").getroot()
+    words = [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert [each for each in words if each.startswith("layer ")] == [f"layer {i}" for i in range(4)]
+    assert re.search(r"^step 1 writes: The .*\n(.*\n)*step 2 writes: The ", printed, re.MULTILINE)
+    assert "nsa init my-run" in printed
+
+
+def check_own_text(folder: Path, printed: str) -> None:
     summary = json.loads((folder / "artifacts" / "summary.json").read_text())
     assert set(summary["read"]["kinds"]) == {"jsonl", "text", "markdown", "html"}
     assert {"unknown ending", "duplicate documents"} <= set(summary["read"]["skipped"])
@@ -94,7 +106,8 @@ def check_own_text(folder: Path) -> None:
 
 
 BEFORE: dict[str, Callable[[Path], None]] = {"OWN_TEXT": write_own_text}
-CHECKS: dict[str, Callable[[Path], None]] = {"OWN_TEXT": check_own_text}
+CHECKS: dict[str, Callable[[Path, str], None]] = {"README": check_demo, "OWN_TEXT": check_own_text}
+"""Page → check of its folder and of what its blocks printed."""
 
 
 def _cases() -> list[object]:
@@ -128,11 +141,12 @@ def test_every_block_runs_from_the_wheels(page: Path, installed: WheelInstall, t
             replace["8000"] = str(free.getsockname()[1])
     if page.stem in AFTER_TUTORIAL or page == TUTORIAL:
         shutil.copytree(request.getfixturevalue("tutorial_folder"), tmp_path, dirs_exist_ok=True, symlinks=True)
+    printed = ""
     if page != TUTORIAL:
-        run_page(page, tmp_path, installed.venv / "bin", timeout_s=3500, replace=replace)
+        printed = run_page(page, tmp_path, installed.venv / "bin", timeout_s=3500, replace=replace)
     assert [name for name in OUTPUTS.get(page.stem, []) if not (tmp_path / name).is_file()] == []
     if page.stem in CHECKS:
-        CHECKS[page.stem](tmp_path)
+        CHECKS[page.stem](tmp_path, printed)
 
 
 @pytest.mark.nightly
