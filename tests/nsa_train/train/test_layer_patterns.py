@@ -12,6 +12,7 @@ from tests.nsa_train.train.runs import Job, run_all
 DOCUMENTS = [f"Document {i}: " + " ".join(f"{w * i % 97}" for w in range(i % 50)) for i in range(400)]
 MIXED = ["nsa.kv=per_branch", "nsa.phi=avg", "model.n_layers=5", "model.attention=[dense,nsa,window,global,merged]"]
 MERGED = ["model.n_layers=2", "model.attention=merged", "nsa.phi=softmax", "nsa.selector_loss=1.0", "parallel.data=ddp"]
+EVALUATION = ["train.eval_every=4", "train.eval_batches=1"]
 STEPS = 8
 
 
@@ -24,7 +25,7 @@ def runs(request, tmp_path_factory):
     text = ["data.dataset=local", f"data.path={corpus}", "data.held_out=0.1", "train.lr_schedule=constant"]
 
     def job(name, world=1, *changes, steps=STEPS, **more):
-        settings = [f"train.steps={steps}", "train.save_every=3", "train.eval_every=4", *text, *MIXED, *changes]
+        settings = [f"train.steps={steps}", "train.save_every=3", *EVALUATION, *text, *MIXED, *changes]
         return Job(str(folder / name), world, settings, **more)
 
     jobs = [
