@@ -5,6 +5,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -232,20 +233,11 @@ def run_in(tree: Path, program: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.fixture(scope="module")
-def with_option(tmp_path_factory) -> Path:
-    return patched_tree(tmp_path_factory.mktemp("option"), OPTION)
-
-
-def test_an_option_reaches_settings_module_export_import_and_pages(with_option):
+def test_an_option_reaches_settings_module_export_import_pages_and_engine(tmp_path):
     pytest.importorskip("transformers", reason="Transformers is in the hf extra")
     assert len(OPTION) <= MOST_FILES_OF_AN_OPTION
-    run_in(with_option, USE_OF_THE_OPTION)
-
-
-def test_an_option_reaches_the_engine(with_option):
-    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
-    run_in(with_option, USE_OF_THE_OPTION_BY_THE_ENGINE)
+    by_the_engine = USE_OF_THE_OPTION_BY_THE_ENGINE if find_spec("olmo_core") else ""  # it is in the train extra
+    run_in(patched_tree(tmp_path, OPTION), USE_OF_THE_OPTION + by_the_engine)
 
 
 def test_a_phi_is_one_row(tmp_path):

@@ -95,14 +95,16 @@ CLOCK_S = 300.0
 def calls(name: str, *, by_day: bool) -> Iterator[list[str]]:
     """One command with one argument or option replaced by nonsense, the others good.
 
-    By day one option for each kind of nonsense: options of a type are read alike.
+    By day one option for each kind of nonsense, because options of a type are read alike; and one command with a word
+    that is no text, which is refused before the command is looked up.
     """
     parameters = [each for each in LEAVES[name].params if not getattr(each, "is_flag", False)]
     arguments = [each for each in parameters if each.param_type_name == "argument"]
     good = {each.name: GOOD.get(each.metavar) or GOOD.get(each.name) or "absent" for each in parameters}
     needed = [f"{each.opts[0]}={good[each.name]}" for each in parameters if each.required and each not in arguments]
     words = [*name.split(), *SHORT_WORK.get(name, "").split(), *needed]
-    yield [*words, NO_UTF8]
+    if not by_day or name == min(LEAVES):
+        yield [*words, NO_UTF8]
     met: set[str] = set()
     for each in parameters:
         value = NONSENSE.get(each.type_descriptor.annotation, PIPE)

@@ -17,6 +17,7 @@ import torch
 from nsa.bench import machine as devices
 from nsa.bench.case import SHAPES, BenchTask
 from nsa.check import gpu_check_report as records
+from nsa.check import kernel_checks
 from nsa.check.cases import on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, blocks_error, bounded
 from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner, _modelled
@@ -101,6 +102,21 @@ def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
     assert next(iter(check.run())).verdict is CheckStatus.FAILS
 
 
+def test_sizes_that_do_not_fit_are_a_row_of_their_own(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    def too_large(*arguments, **options):
+        raise OutOfResources(2, 1, "shared memory")
+
+    (check,) = (c for c in GpuCheckRequest(rehearse=True, only=("parity",)).checks() if c.name == "selected, bf16")
+    monkeypatch.setattr(kernel_checks, "parts", too_large)
+    *unchecked, row = check.run()
+    assert {each.verdict for each in (*unchecked, row)} == {CheckStatus.FAILS}
+    assert "out of resource: shared memory" in row.note
+
+
+# For every change the test above; wrong windows are in test_kernel_checks.py, dying children in test_child_process.py.
+@pytest.mark.nightly
 def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_red_and_the_rest_goes_on(tmp_path):
     root = planted(
         tmp_path,
@@ -143,7 +159,7 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
     assert code == 1
 
 
-@pytest.mark.nightly  # the next one plants three other faults
+@pytest.mark.nightly
 def test_a_look_ahead_and_a_random_gradient_turn_their_rows_red(tmp_path):
     root = planted(
         tmp_path,
