@@ -106,6 +106,7 @@ def check_serving(text: str, folder: Path) -> None:
     assert streamed is not None
     assert len(answer[1]) > 50 < len(streamed[1])
     assert "max_tokens=0 is refused" in text
+    assert re.search(r"^What do cows eat\? .*grass", text, re.M)
     assert "exit code 0" in text
 
 

@@ -14,7 +14,9 @@ from tools.stories import documents as teller
 from tools.stories.grammar import Grammar, sentences, split_outside, tidy
 
 NUMBER = 2000
-FACTS = {"animals", "questions", "reasons", "ways"}
+FACTS = {"animals", teller.QUESTION, "reasons", "ways"}
+QUESTIONS = re.compile(r"\n\n(?=[^\n]+\?\n)")
+"""Before each question that follows a text."""
 WRONG = {
     "markup that was not expanded": r"[\[\]{}<>|~_]",
     "article before a vowel": r"\b[Aa] (?!us|uni|one\b)[aeiou]",
@@ -75,14 +77,14 @@ def test_no_line_of_a_plot_is_lost_and_no_sentence_comes_twice_in_a_story(corpus
     assert dropped == []
     for title, text in corpus:
         if title not in FACTS:
-            told = sentences(text.partition("\n\nQuestion:")[0])
-            assert len(set(told)) == len(told), text
-            assert 8 <= len(told) <= 60, text
+            lines = sentences(QUESTIONS.split(text)[0])
+            assert len(set(lines)) == len(lines), text
+            assert 8 <= len(lines) <= 60, text
 
 
 def test_documents_share_few_sentences(corpus):
-    texts = [text for _, text in corpus]
-    assert len(set(texts)) == NUMBER
+    texts = [text for title, text in corpus if title != teller.QUESTION]
+    assert len(set(texts)) == len(texts) > NUMBER / 2
     assert program.distinct_share(sentence for text in texts for sentence in sentences(text)) > 0.6
     assert program.distinct_share(gram for text in texts for gram in program.five_grams(text)) > 0.35
     words = {word for text in texts for word in re.findall(r"[a-z]+", text.lower())}
@@ -96,11 +98,11 @@ def test_an_answer_names_only_what_the_story_told(corpus):
     """Names of people and the words of the question's thing."""
     asked = 0
     for title, text in corpus:
-        story, *pairs = text.split("\n\nQuestion: ")
+        story, *pairs = QUESTIONS.split(text)
         if title not in FACTS:
             for pair in pairs:
                 asked += 1
-                question, answer = pair.split("\nAnswer: ")
+                question, answer = pair.split("\n")
                 assert question.endswith("?")
                 assert answer.endswith((".", "!", '"')), answer
                 for name in re.findall(r"(?<!^)(?<![.!?] )\b[A-Z][a-z]+", answer):
@@ -161,6 +163,6 @@ def test_the_file_has_the_columns_of_the_shipped_corpus(tmp_path, monkeypatch, c
     table = pq.read_table(out)
     assert table.schema.equals(pq.read_schema(CORPUS))
     texts = table["text"].to_pylist()
-    assert len(texts) == len(set(texts)) == 200
-    assert 150_000 < sum(map(len, texts)) < 300_000
+    assert len(texts) == 200
+    assert 90_000 < sum(map(len, texts)) < 300_000
     assert out.stat().st_size < 70_000

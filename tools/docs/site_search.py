@@ -42,7 +42,7 @@ NEWCOMER_QUESTIONS = (
     NewcomerQuestion("can I use it in my own model", "FAQ", "Yes: `NSAAttention` is a PyTorch module"),
     NewcomerQuestion("how do I stop a run", "FAQ", "Ctrl-C, or `nsa halt RUN` from another terminal"),
     NewcomerQuestion("my loss is NaN", "FAQ", "First lower `train.lr`"),
-    NewcomerQuestion("how do I serve it", "GENERATE", "nsa serve artifacts/cpu_quickstart --port 8000"),
+    NewcomerQuestion("how do I serve it", "GENERATE", "nsa serve --pretrained --port 8000"),
     NewcomerQuestion("how long until I see text", "FAQ", "A few minutes: the [tutorial](TUTORIAL.md)"),
 )
 

@@ -2,7 +2,7 @@
 
 Every sentence was written for this repository and is under its licence.
 
-python -m tools.stories OUT.parquet --documents 4500 --seed 1
+python -m tools.stories OUT.parquet --documents 7400 --seed 1
 python -m tools.stories OUT.parquet --print 40        also print the first texts, and figures of their variety
 """
 
@@ -50,7 +50,7 @@ def five_grams(text: str) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="parquet file to write")
-    parser.add_argument("--documents", type=int, default=4500)
+    parser.add_argument("--documents", type=int, default=7400)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--print", type=int, default=0, metavar="N", dest="shown", help="print the first N texts")
     args = parser.parse_args()

@@ -63,6 +63,8 @@ _LATER = re.compile(
     r"\b(from (that|then)|years?|since|never|next|later|every|whenever|always|sometimes|after that|in spring)\b", re.I
 )
 """A story whose end tells of later days gets no evening after it."""
+QUESTION = "question"
+"""Title of a document that is one question with its answer."""
 _OPENINGS = ("story", "story", "weather", "when", "when")
 
 
@@ -199,15 +201,12 @@ class FactTeller:
         question, answer = split_outside(self._grammar.expand("<animal question>", values, random), "/")
         return question_text(tidy(question), tidy(answer))
 
-    def questions(self, random: Random) -> tuple[str, str]:
-        """Three to six questions; an answer has one sentence or two."""
-        pairs = random.sample(self._pairs, random.randint(3, 6))
-        texts = [
-            question_text(tidy(question), tidy(" ".join(answer[: random.randint(1, len(answer))])))
-            for question, answer in pairs
-        ]
-        texts.insert(random.randint(0, len(texts)), self._animal_question(random.choice(self._animals), random))
-        return "questions", "\n\n".join(texts)
+    def question(self, random: Random) -> tuple[str, str]:
+        """One question, so that an answer ends with the document; the answer has one sentence or two."""
+        if random.random() < 0.25:
+            return QUESTION, self._animal_question(random.choice(self._animals), random)
+        question, answer = random.choice(self._pairs)
+        return QUESTION, question_text(tidy(question), tidy(" ".join(answer[: random.randint(1, len(answer))])))
 
     def essay(self, random: Random) -> tuple[str, str]:
         """A title and its sentences; a reason is sometimes an answer."""
@@ -225,19 +224,20 @@ def _parts(line: str, number: int) -> list[str]:
 
 
 def question_text(question: str, answer: str) -> str:
-    return f"Question: {question}\nAnswer: {answer}"
+    """A question as a person types it, and its answer on the next line."""
+    return f"{question}\n{answer}"
 
 
 def documents(random: Random) -> Iterator[tuple[str, str]]:
-    """Titles and texts, without end and no text twice: the same for the same state of `random`. Most are stories."""
+    """Titles and texts, without end: the same for the same state of `random`. Only single questions come again."""
     grammar = Grammar()
     grammar.read(HERE / "words.txt")
     stories = StoryTeller(grammar, grammar.read(HERE / "plots.txt"))
     facts = FactTeller(grammar, grammar.read(HERE / "facts.txt"))
-    kinds = {stories.story: 80, facts.questions: 10, facts.animal: 6, facts.essay: 4}
+    kinds = {stories.story: 50, facts.question: 40, facts.animal: 6, facts.essay: 4}
     written = set()
     while True:
         title, text = random.choices([*kinds], [*kinds.values()])[0](random)
-        if text not in written:
+        if title == QUESTION or text not in written:
             written.add(text)
             yield title, text

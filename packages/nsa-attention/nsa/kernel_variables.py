@@ -6,7 +6,8 @@ they win over the config file. The variable of one branch wins over NSA_KERNEL.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 ALL_BRANCHES = "NSA_KERNEL"
@@ -32,3 +33,17 @@ def requested_backends(branches: Iterable[str]) -> dict[str, _RequestedBackend]:
                 requests[branch] = _RequestedBackend(name, variable)
                 break
     return requests
+
+
+@contextmanager
+def requested(name: str) -> Iterator[None]:
+    """Request a backend for all branches of models that are built within the block, as NSA_KERNEL would."""
+    before = os.environ.get(ALL_BRANCHES)
+    os.environ[ALL_BRANCHES] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ALL_BRANCHES]
+        else:
+            os.environ[ALL_BRANCHES] = before

@@ -10,16 +10,19 @@ import subprocess
 import time
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="generation is in the hf extra")
 
 from nsa.errors import CheckpointError, ConfigError
+from nsa.kernels.cpu.build import set_cache_folder
 from nsa_train.cli.inference import write_text
 from nsa_train.cli.main import app
 from nsa_train.cli.outputs import ProgressLine
 from nsa_train.infer import load_model
+from nsa_train.shipped import STORIES
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment
 from tests.trained_runs import write_run
@@ -199,3 +202,39 @@ def test_progress_is_silent_at_first_and_then_says_what_is_done(capfd, monkeypat
         next_line("reading … ")
         line.update("reading \x1b[2J: 5 of 9")
         next_line("reading \\x1b[2J: 5 of 9 … ")
+
+
+@pytest.mark.parametrize(
+    ("question", "word"), [("What do cows eat?", "grass"), ("What is a rainbow?", "colours"), ("Can a dog fly?", "No")]
+)
+def test_the_pretrained_model_answers_what_it_has_read(question, word):
+    assert word in invoke("chat", "--pretrained", "--temperature", "0", typed=f"{question}\n").stdout
+
+
+def test_the_pretrained_model_tells_a_story_of_known_words():
+    """Every word that it writes in five stories is one of the shipped text."""
+    known = set(re.findall(r"[a-z]+", " ".join(pyarrow.parquet.read_table(STORIES)["text"].to_pylist()).lower()))
+    words = ["generate", "--pretrained", *(["-p", "Once upon a time"] * 5), "--temperature", "0.5", "--seed", "1"]
+    texts = [record["text"] for record in records(invoke(*words, "-n", "150", "--json"))]
+    assert len(set(texts)) == 5
+    written = [word for text in texts for word in re.findall(r"[a-z]+", text.lower().rsplit(" ", 1)[0])]
+    assert len(written) > 300
+    assert sum(word in known for word in written) >= 0.99 * len(written)
+
+
+def test_a_model_is_named_once():
+    with pytest.raises(ConfigError, match="both name a model"):
+        invoke("generate", "some-run", "--pretrained", "-p", "x")
+    with pytest.raises(ConfigError, match="or --pretrained"):
+        invoke("generate", "-p", "x")
+
+
+def test_the_pretrained_model_waits_for_no_compiler(tmp_path):
+    set_cache_folder(tmp_path)  # nothing is compiled there
+    try:
+        result = invoke("generate", "--pretrained", "-p", "The ", *SHORT)
+    finally:
+        set_cache_folder(None)
+    assert "portable kernels" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert "NSA_KERNEL" not in os.environ

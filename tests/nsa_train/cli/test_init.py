@@ -12,7 +12,7 @@ from nsa_train.cli.main import app
 from nsa_train.config import load
 from nsa_train.config.schema import settings
 from nsa_train.config.starter_config import make_starter, shipped_configs
-from nsa_train.shipped import CONFIGS, CORPUS, config_names, config_text
+from nsa_train.shipped import CONFIGS, CORPUS, STORIES, config_names, config_text
 from tests.docs.blocks import unknown_words
 
 
@@ -65,12 +65,16 @@ def test_the_commands_exist_and_name_files_of_the_folder(name):
     assert any("my-run/config.yaml" in command for command in starter.commands)
 
 
-def test_the_first_config_prints_its_commands_and_the_corpus_is_a_copy():
-    output = run_init("my-run", "--text")
-    printed = [line for line in output.splitlines() if line.startswith("  nsa ")]
-    assert [command.split()[1] for command in printed] == ["data", "data", "train", "generate"]
-    assert [path.read_bytes() for path in Path("my-run/text").iterdir()] == [CORPUS.read_bytes()]
+@pytest.mark.parametrize(("words", "corpus"), [((), STORIES), (("--config", "base_125m_8k"), CORPUS)])
+def test_the_corpus_is_a_copy_of_the_one_that_the_config_was_written_for(words, corpus):
+    run_init("my-run", "--text", *words)
+    assert [path.read_bytes() for path in Path("my-run/text").iterdir()] == [corpus.read_bytes()]
     assert "PostgreSQL" in Path("my-run/NOTICES.txt").read_text()
+
+
+def test_the_first_config_prints_its_commands():
+    printed = [line for line in run_init("my-run", "--text").splitlines() if line.startswith("  nsa ")]
+    assert [command.split()[1] for command in printed] == ["data", "data", "train", "generate"]
 
 
 def test_without_text_it_says_where_to_put_it():

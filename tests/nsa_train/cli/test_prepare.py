@@ -217,7 +217,7 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
     from nsa_train.planning.estimate import estimate
     from nsa_train.planning.hardware import parse_target
 
-    vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_half_hour.yaml": 2048}
+    vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_stories.yaml": 2048}
     for name, parameters in _SHIPPED_MODELS.items():
         config = load(ROOT / name, environ={})
         run_estimate = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))

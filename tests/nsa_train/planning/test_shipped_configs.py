@@ -30,7 +30,7 @@ INTENDED = {
     "base_7b_128k": "h100-80gb:128",
     "base_7b_1m": "h100-80gb:1024",
     "cpu_demo": "cpu",
-    "cpu_half_hour": "cpu",
+    "cpu_stories": "cpu",
     "cpu_quickstart": "cpu",
     "m7c_125m_1xa100_prod_v1": "a100-80gb",
     "m7c_125m_24g": "rtx3090",
@@ -46,7 +46,7 @@ INTENDED = {
 
 def verdicts(name: str, target: str, *changes: str):
     # Prepared data is made by the commands in the config's header, so its vocabulary is given here.
-    sizes = {"cpu_demo": 1024, "cpu_quickstart": 257, "cpu_half_hour": 2048}
+    sizes = {"cpu_demo": 4096, "cpu_quickstart": 257, "cpu_stories": 2048}
     vocabulary = {each: [f"model.vocab_size={size}"] for each, size in sizes.items()}
     config = load(CONFIGS / f"{name}.yaml", overrides=[*vocabulary.get(name, []), *changes])
     facts = gather(config, parse_target(target), try_it=False)

@@ -48,7 +48,8 @@ def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SRC", help="Corpus: folder, file, glob pattern, URL, s3:// prefix, hub id or `debian_docs`."
+            metavar="SRC",
+            help="Corpus: folder, file, glob, URL, s3:// prefix, hub id, or shipped: `debian_docs`, `simple_stories`.",
         ),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder or s3:// prefix.")],
@@ -211,7 +212,9 @@ data_app.command()(prepared_set.stats)
 
 @_tokenizer_app.command("train")
 def train_tokenizer(
-    source: str = typer.Argument(help="Corpus: folder, file, glob pattern, URL, hub id or `debian_docs`."),
+    source: str = typer.Argument(
+        help="Corpus: folder, file, glob pattern, URL, hub id, `debian_docs`, `simple_stories`."
+    ),
     path: Path = typer.Argument(help="Tokenizer JSON file to write."),
     vocab_size: int = typer.Option(32768, min=257, help="Vocabulary size, including the end-of-document token."),
     mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to train on, sampled from the whole corpus."),

@@ -8,7 +8,7 @@ import typer
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_count, parse_lengths
 from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_packages
-from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model, open_reference
+from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, open_model, open_reference
 from nsa_train.cli.outputs import print_error, print_json, print_line, require_writable_file
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 def evaluate(
     context: typer.Context,
     model: Path = MODEL,
+    pretrained: bool = PRETRAINED,
     tasks: str = typer.Option(None, "--tasks", metavar="A,B", help=_TASKS_HELP),
     lengths: str = typer.Option(None, "--lengths", metavar="1k,4k", help=_LENGTHS_HELP),
     depths: str = typer.Option("0,25,50,75,100", "--depths", metavar="0,50,100", help="Where the answer lies, in %."),

@@ -12,7 +12,7 @@ import typer
 from nsa.errors import ConfigError
 from nsa.files import open_regular
 from nsa_train.cli.early_checks import SERVER_PACKAGES, require_packages
-from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, TOKENIZER, open_model
+from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, open_model
 from nsa_train.cli.outputs import ProgressLine, print_error
 from nsa_train.cli.startup import sigterm_as_interrupt
 from nsa_train.terminal_text import printable
@@ -27,6 +27,7 @@ _INTERRUPTED = 130
 
 def generate(
     model: Path = MODEL,
+    pretrained: bool = PRETRAINED,
     prompt: list[str] = typer.Option(
         None, "--prompt", "-p", metavar="TEXT", help="Text to continue; may be repeated. Default: standard input."
     ),
@@ -58,6 +59,8 @@ def generate(
     stderr at the end. Ctrl-C ends with the text made so far.
 
     **Examples:**
+
+    `nsa generate --pretrained --prompt "Once upon a time"`
 
     `nsa generate artifacts/cpu_quickstart --prompt "The "`
 
@@ -233,6 +236,7 @@ def _summary(results: Sequence["BatchResult"]) -> str:
 
 def chat(
     model: Path = MODEL,
+    pretrained: bool = PRETRAINED,
     max_new_tokens: int = typer.Option(400, "--max-new-tokens", "-n", min=1, help="Tokens of an answer at most."),
     temperature: float = typer.Option(0.8, min=0.0, help="0 always takes the likeliest token."),
     seed: int = typer.Option(None, min=0, help="Random seed of every answer."),
@@ -245,7 +249,7 @@ def chat(
 
     Every line is a message; the conversation so far is the context. Ends at the end of input (Ctrl-D).
 
-    **Example:** `nsa chat exported`
+    **Examples:** `nsa chat --pretrained`, `nsa chat exported`
     """
     loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
     if not loaded.tokenizer.chat_template:
@@ -279,6 +283,7 @@ def _input_lines() -> Iterator[str]:
 
 def serve(
     model: Path = MODEL,
+    pretrained: bool = PRETRAINED,
     port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 chooses a free one."),
     host: str = typer.Option("127.0.0.1", help="Address to listen on; other than loopback, the network can use it."),
     context_length: int = typer.Option(

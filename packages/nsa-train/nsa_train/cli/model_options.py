@@ -1,21 +1,41 @@
 """Command-line options of the commands that load a model, and the loading itself with its progress line."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from nsa.errors import ConfigError
 from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_device, require_packages, require_tokenizer
-from nsa_train.cli.outputs import ProgressLine, print_rejected
+from nsa_train.cli.outputs import ProgressLine, print_error, print_rejected
+from nsa_train.shipped import PRETRAINED as PRETRAINED_MODEL
 
 if TYPE_CHECKING:
     from nsa_train.infer.load_model import LoadedModel
 
+
+def _model_or_pretrained(context: typer.Context, path: Path | None) -> Path | None:
+    if context.params.get("pretrained"):
+        if path is not None:
+            raise ConfigError(f"{path} and --pretrained both name a model. Leave one of them out.")
+        return PRETRAINED_MODEL
+    if path is None and not context.resilient_parsing:
+        raise ConfigError("no model was given. Name a run folder, a checkpoint or an exported folder, or --pretrained.")
+    return find_model(path)
+
+
 MODEL = typer.Argument(
-    ...,
+    None,
     metavar="MODEL",
-    callback=find_model,
+    callback=_model_or_pretrained,
     help="A run folder, a checkpoint in it, or a folder written by `nsa export hf`.",
+)
+PRETRAINED = typer.Option(
+    False,
+    "--pretrained",
+    is_eager=True,  # before MODEL
+    help="Instead of MODEL: the small model of simple stories that comes with nsa-train.",
 )
 DEVICE = typer.Option(
     None, "--device", callback=require_device, help="cpu, cuda or cuda:N (default: a GPU if there is one)."
@@ -47,15 +67,30 @@ def open_model(
         from nsa_train.infer.load_model import load_model
 
         silence_transformers()
-        return load_model(
-            path,
-            device=device,
-            dtype=dtype,
-            tokenizer=tokenizer,
-            key=read_key(key_file),
-            on_rejected=print_rejected,
-            needs_text=needs_text,
-        )
+        with _no_compilation() if path == PRETRAINED_MODEL and device in (None, "cpu") else nullcontext():
+            return load_model(
+                path,
+                device=device,
+                dtype=dtype,
+                tokenizer=tokenizer,
+                key=read_key(key_file),
+                on_rejected=print_rejected,
+                needs_text=needs_text,
+            )
+
+
+def _no_compilation() -> AbstractContextManager[None]:
+    """Portable kernels for a model built within, where those of the CPU would be compiled first, for half a minute."""
+    import torch
+
+    from nsa.kernel_variables import requested, requested_backends
+    from nsa.kernels.cpu.build import is_built
+    from nsa.kernels.registry import BRANCHES
+
+    if torch.cuda.is_available() or is_built() or requested_backends(BRANCHES):
+        return nullcontext()
+    print_error("note: portable kernels, as those of the CPU are not compiled yet; nsa doctor --prove compiles them.")
+    return requested("portable")
 
 
 def open_reference(path: Path, loaded: "LoadedModel", *, key_file: Path | None) -> "LoadedModel":

@@ -38,7 +38,7 @@ _BYTES_PER_SUBWORD = 4
 """English text: a byte tokenizer counts about four times the tokens of a subword tokenizer."""
 _SHIPPED_MODELS = {
     "configs/cpu_quickstart.yaml": 496_536,
-    "configs/cpu_half_hour.yaml": 1_982_728,
+    "configs/cpu_stories.yaml": 3_894_624,
     "configs/base_125m_8k.yaml": 123_827_376,
     "configs/base_1b_32k.yaml": 1_078_697_024,
     "configs/base_7b_128k.yaml": 7_240_170_752,

@@ -15,7 +15,7 @@ from nsa_train.config.layer import nearest
 from nsa_train.config.load import load
 from nsa_train.config.schema import settings
 from nsa_train.config.setting_types import unit
-from nsa_train.shipped import CONFIGS, CORPUS, config_names, config_text
+from nsa_train.shipped import CONFIGS, CORPORA, CORPUS, config_names, config_text
 
 FIRST_CONFIG = "cpu_demo"
 """The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
@@ -36,6 +36,8 @@ class StarterConfig(NamedTuple):
     """Shell commands to run next, as the header lists them."""
     reads_text: bool
     """Whether one of the commands reads the text folder."""
+    corpus: Path
+    """The shipped corpus that the config was written for."""
 
 
 class _ShippedConfig(NamedTuple):
@@ -101,7 +103,8 @@ def make_starter(name: str, folder: Path) -> StarterConfig:
         lines.append(line)
     commands = commands or [f"nsa train {shlex.quote(str(folder / CONFIG_FILE))}"]
     reads_text = any(shlex.quote(str(folder / TEXT_FOLDER)) in command for command in commands)
-    return StarterConfig("\n".join(lines) + "\n", tuple(commands), reads_text)
+    corpus = next((corpus for corpus in CORPORA if corpus.stem in config_text(name)), CORPUS)
+    return StarterConfig("\n".join(lines) + "\n", tuple(commands), reads_text, corpus)
 
 
 def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
@@ -109,7 +112,7 @@ def _moved_paths(name: str, folder: Path) -> dict[str, Path]:
     config = load(CONFIGS / f"{name}.yaml")
     moved = {
         f"configs/{name}.yaml": folder / CONFIG_FILE,
-        CORPUS.stem: folder / TEXT_FOLDER,
+        **{corpus.stem: folder / TEXT_FOLDER for corpus in CORPORA},
         config.train.out_dir: folder / RUN_FOLDER,
     }
     if config.data.path:

@@ -1,4 +1,4 @@
-"""Files that come with the package, found by name: the example configs and a small English corpus with its licences.
+"""Files that come with the package, found by name: example configs, two small English corpora and a small model.
 
 The repository keeps each of them once, where the links in this folder point; a wheel carries the files.
 """
@@ -13,7 +13,13 @@ CONFIGS = (_FOLDER / "configs").resolve()
 """Folder of the example configs, with the hardware profiles in `profiles/`."""
 CORPUS = (_FOLDER / "text" / "debian_docs.parquet").resolve()
 """English documentation, 5 MB of text, in the columns of FineWeb-Edu."""
+STORIES = (_FOLDER / "text" / "simple_stories.parquet").resolve()
+"""Simple English stories, facts and questions, 4.6 MB of text, in the same columns: by `python -m tools.stories`."""
+CORPORA = (CORPUS, STORIES)
 CORPUS_LICENCES = (_FOLDER / "text" / "NOTICES.txt").resolve()
+
+PRETRAINED = (_FOLDER / "pretrained").resolve()
+"""A model of 4 million parameters, trained on simple stories, in Transformers' format."""
 
 
 def config_names() -> list[str]:
@@ -31,8 +37,8 @@ def config_file(name: str | Path) -> Path:
 
 
 def text_source(spec: str) -> Path:
-    """The text that a command names: a folder, file or pattern, or the shipped corpus as `debian_docs`."""
-    return Path(spec) if os.path.exists(spec) else _shipped(spec, [CORPUS])
+    """The text that a command names: a folder, file or pattern, or a shipped corpus as `debian_docs`."""
+    return Path(spec) if os.path.exists(spec) else _shipped(spec, CORPORA)
 
 
 def _shipped(name: str | Path, files: Iterable[Path]) -> Path:

@@ -63,7 +63,7 @@ def open_source(
     """List and open the files of `spec` in the order that defines the units.
 
     A folder is searched for every kind of file and all of them are used; a pattern may use `**` and selects one.
-    `debian_docs` is the shipped corpus, unless a local file or folder has that name.
+    `debian_docs` and `simple_stories` are the shipped corpora, unless a local file or folder has that name.
     A text, Markdown or HTML file is one document. URLs are parquet files, and
     `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
     listing of a hub dataset between starts; `checksum_dir` the checksum of every unit, see `ChecksummedSource`.
