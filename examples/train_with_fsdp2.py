@@ -25,8 +25,7 @@ def build_model(device: torch.device) -> NSATransformer:
 
 
 def shard(model: NSATransformer) -> None:
-    # In bf16: MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) as mp_policy of each call.
-    # What a block gets is in bf16 then, but for the tables of RoPE, which must stay in fp32.
+    # In bf16: MixedPrecisionPolicy(torch.bfloat16, torch.float32) as mp_policy of each call.
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

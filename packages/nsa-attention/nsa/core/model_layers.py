@@ -106,7 +106,7 @@ def locate_layers(
         if layer.rotary.key in positions:
             continue
         tables = layer.locate(x_BSD, cache=cache, cu_doc_lens=cu_doc_lens, **position_options).tables
-        positions[layer.rotary.key] = first._replace(tables=tables)
+        positions[layer.rotary.key] = first.replaced(tables=tables)
     return [positions[layer.rotary.key] for layer in layers]
 
 

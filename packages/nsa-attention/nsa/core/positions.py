@@ -119,10 +119,7 @@ class _RowPadding:
 
 @dataclass(frozen=True)
 class QuerySample:
-    """Queries whose selector loss a forward pass computes.
-
-    Not a tuple: FSDP casts, and so copies, tensors in the containers among a layer's arguments.
-    """
+    """Queries whose selector loss a forward pass computes."""
 
     queries_Q: Tensor
     """Indices of tokens of a row."""
@@ -146,19 +143,32 @@ class KeyExchange(Protocol):
         """The layer's backends for keys that `keys` returned."""
 
 
-class Positions(NamedTuple):
-    """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once."""
+class Positions:
+    """Positions of a forward pass and their rotations; the same for all layers, so a model makes it once.
 
-    layout: DocumentLayout | None
-    """None with a cache, which has its own."""
-    tables: Tables
-    padding: _RowPadding | None = None
-    """Made from an attention mask: `layout` and `tables` are for rows whose real tokens come first."""
-    sample: QuerySample | None = None
-    """Sampled queries of the selector loss; None: there is no such loss in this pass."""
-    exchange: KeyExchange | None = None
-    """Where a row is divided among processes. `layout` and `tables` are then of this process's tokens, on the key axes
-    of the whole row."""
+    Neither a tuple nor a dataclass: FSDP2 casts, and so copies, floating-point tensors in those among the arguments of
+    a block. Tables stay in fp32, and a sample's gradient the tensor to which the model's loss writes.
+
+    layout: None with a cache, which has its own.
+    padding: made from an attention mask: `layout` and `tables` are for rows whose real tokens come first.
+    sample: queries of the selector loss; None: there is no such loss in this pass.
+    exchange: where a row is divided among processes. `layout` and `tables` are then of this process's tokens, on the
+        key axes of the whole row.
+    """
+
+    def __init__(
+        self,
+        layout: DocumentLayout | None,
+        tables: Tables,
+        padding: _RowPadding | None = None,
+        sample: QuerySample | None = None,
+        exchange: KeyExchange | None = None,
+    ) -> None:
+        self.layout, self.tables, self.padding, self.sample, self.exchange = layout, tables, padding, sample, exchange
+
+    def replaced(self, **changes: Any) -> "Positions":
+        """Replace some of these arguments."""
+        return Positions(**{**vars(self), **changes})
 
     def layout_for(self, x_BSD: Tensor, geometry: Geometry) -> DocumentLayout:
         """The layout, which must be of this input's tokens."""

@@ -12,7 +12,6 @@ B batch · S tokens · Q sampled queries
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -40,21 +39,19 @@ def _sample_size(n_tokens: int, share: float) -> int:
     return min(n_tokens, max(1, round(share * n_tokens)))
 
 
-@dataclass(frozen=True)
 class LossLabels:
     """The labels of a forward pass: the selector loss is averaged over the tokens that the model's own loss counts.
 
-    Not a tuple, because FSDP casts, and so copies, tensors in the containers among a layer's arguments: `gradient` must
-    stay the tensor that `follow` writes to.
+    Neither a tuple nor a dataclass, as `Positions`: `gradient` must stay the tensor that `follow` writes to.
+
+    labelled_BS: whether each query has a label.
+    count: what a sum over this pass's labels is divided by: the labels of the pass, or, where several passes make a
+        step, those of the step divided by the number of ranks whose gradients are averaged.
+    gradient: of the model's loss: 1 until its backward pass begins, where `follow` writes it.
     """
 
-    labelled_BS: Tensor
-    """Whether each query has a label."""
-    count: Tensor | float
-    """What a sum over this pass's labels is divided by: the labels of the pass, or, where several passes make a step,
-    those of the step divided by the number of ranks whose gradients are averaged."""
-    gradient: Tensor
-    """Gradient of the model's loss: 1 until its backward pass begins, where `follow` writes it."""
+    def __init__(self, labelled_BS: Tensor, count: Tensor | float, gradient: Tensor) -> None:
+        self.labelled_BS, self.count, self.gradient = labelled_BS, count, gradient
 
     @classmethod
     def counted(cls, labelled_BS: Tensor, count: Tensor | float | None = None) -> Self:
@@ -121,8 +118,8 @@ def with_sampled_queries(where: Positions, layer: Any, x_BSD: Tensor, labels: Lo
         return where
     labels = LossLabels.of_all(x_BSD) if labels is None else labels
     if packed:
-        labels = replace(labels, labelled_BS=labels.labelled_BS.flatten()[None])
-    return where._replace(sample=weighted_sample(sampled_Q, labels, tokens_per_query(layer, n_tokens)))
+        labels = LossLabels(labels.labelled_BS.flatten()[None], labels.count, labels.gradient)
+    return where.replaced(sample=weighted_sample(sampled_Q, labels, tokens_per_query(layer, n_tokens)))
 
 
 def selector_layers(model: nn.Module) -> list[Any]:

@@ -42,7 +42,7 @@ def run_blocks(
     located = locate_layers(layers, x_BSD, cache=caches[0], cu_doc_lens=cu_doc_lens, labels=labels, **positions)
     padding = located[0].padding
     if padding is not None:
-        x_BSD, located = padding.to_front(x_BSD), [where._replace(padding=None) for where in located]
+        x_BSD, located = padding.to_front(x_BSD), [where.replaced(padding=None) for where in located]
         new_lens_B = padding.lengths_for(caches[0], new_lens_B)
     for block, cache, where in zip(blocks, caches, located, strict=True):
         x_BSD = block(x_BSD, cache=cache, new_lens_B=new_lens_B, cu_doc_lens=cu_doc_lens, where=where)

@@ -9,7 +9,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from nsa.core.probe import probing
 from nsa.core.rope import RotaryEmbedding
@@ -17,7 +16,6 @@ from nsa.options import CHECKPOINTING
 from nsa_train.config.schema import RunConfig
 from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import build_train_module, compiles
-from nsa_train.train.engine.mixer import SharedPositions
 from nsa_train.train.engine.transformer import transformer_config
 from tests.attention_options import FAMILIES
 
@@ -112,12 +110,6 @@ def test_rope_tables_are_made_once_per_forward_pass(batch, monkeypatch):
     computed.clear()
     loss_of(module_of(config_of(model=dict(rope_layers=["none", "scaled"]))), batch)
     assert len(computed) == 1
-
-
-def test_fsdp_does_not_cast_shared_tables():
-    """FSDP casts the floating-point leaves of a block's arguments; shared positions are one leaf that is no tensor."""
-    leaves, _ = tree_flatten({"positions": SharedPositions((torch.zeros(2), torch.zeros(3)))})
-    assert [type(leaf) for leaf in leaves] == [SharedPositions]
 
 
 @pytest.mark.parametrize(("checkpointing", "times"), [("off", 1), ("selective", 1), ("full", 2)])

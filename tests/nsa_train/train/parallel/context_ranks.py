@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from nsa.core.positions import Positions
 from nsa.core.probe import Probe
-from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig
 from nsa_train.train.parallel.context_parallel import _own_positions, context_group, own_tokens
 from tests.nsa_train.train.parallel.context_cases import ContextCase
 
@@ -64,7 +65,7 @@ def _inputs(case: ContextCase) -> tuple[Tensor, Tensor]:
     return x.to(getattr(torch, case.dtype)), weight.to(getattr(torch, case.dtype))
 
 
-def _run(case: ContextCase, layer: NSAMixer, x: Tensor, weight: Tensor, positions: SharedPositions) -> _Result:
+def _run(case: ContextCase, layer: NSAMixer, x: Tensor, weight: Tensor, positions: Positions) -> _Result:
     x = x.clone().requires_grad_()
     layer.layer.probe = probe = _BlockProbe()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if case.compiled else layer
@@ -84,7 +85,7 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
     x, weight = _inputs(case)
     cu = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
     eager = replace(case, compiled=False, checkpointed=False)
-    alone = _run(eager, whole, x, weight, SharedPositions(whole.layer.locate(x, cu_doc_lens=cu)))
+    alone = _run(eager, whole, x, weight, whole.layer.locate(x, cu_doc_lens=cu))
 
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
     styles = {"ring": object()} if case.zigzag else {"uly": object()}
@@ -98,7 +99,7 @@ def compare(case: ContextCase, ranks: int, rank: int) -> dict[str, float]:
         return own_tokens(context.split, whole_BTx)
 
     # As the engine does: every rank's loss is multiplied by their number, and gradients of weights are averaged.
-    ours = _run(case, divided, mine(x), mine(weight) * ranks, SharedPositions(where))
+    ours = _run(case, divided, mine(x), mine(weight) * ranks, where)
     errors = {
         "out": _error(ours.out, mine(alone.out), alone.out),
         "dx": _error(ours.dx / ranks, mine(alone.dx), alone.dx),

@@ -32,14 +32,6 @@ from nsa_train.train.parallel.tensor_parallel import shard_by_group
 _SEEDS = 2**62
 
 
-@dataclass(frozen=True)
-class SharedPositions:
-    """Positions on their way to every block, in a class that FSDP does not look into: it casts the floating-point
-    tensors among a block's arguments to bf16, and RoPE tables must stay in fp32."""
-
-    where: Positions
-
-
 @SequenceMixerConfig.register("nsa")
 @dataclass
 class NSAMixerConfig(SequenceMixerConfig):
@@ -90,7 +82,7 @@ class NSAMixer(AttentionHolder, SequenceMixer):
         *,
         cu_doc_lens: Tensor | Sequence[int] | None = None,
         max_doc_len: int | None = None,
-        positions: SharedPositions | None = None,
+        positions: Positions | None = None,
         **unknown: Any,
     ) -> Tensor:
         """`cu_doc_lens`: where documents packed into the batch begin, rows end to end; they do not see each other.
@@ -109,9 +101,9 @@ class NSAMixer(AttentionHolder, SequenceMixer):
                     "of a row. Call the whole model, which makes them."
                 )
             return self.layer(x_BSD, cu_doc_lens=cu_doc_lens)
-        where = positions.where
-        rows = x_BSD if where.tables[0].shape[:2] == x_BSD.shape[:2] else x_BSD.flatten(0, 1)[None]  # packed: one row
-        return self.layer(rows, where=where).view(x_BSD.shape)
+        packed = positions.tables[0].shape[:2] != x_BSD.shape[:2]
+        rows = x_BSD.flatten(0, 1)[None] if packed else x_BSD
+        return self.layer(rows, where=positions).view(x_BSD.shape)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """Forward and backward of the whole layer, however it is sharded; choosing blocks has no backward."""

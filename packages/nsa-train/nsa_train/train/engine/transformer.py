@@ -35,7 +35,7 @@ from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.model.loss import IGNORE, ScoreSums, linear_cross_entropy, linear_score_sums
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import freeze_others
-from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, SharedPositions, fill
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, fill
 from nsa_train.train.parallel.context_parallel import ContextGroup, own_layer_positions, own_tokens
 
 SCORE_SUMS = "score_sums"
@@ -156,7 +156,7 @@ class EngineTransformer(Transformer):
             located = locate_layers(layers, input_ids[..., None], cu_doc_lens=cu_doc_lens, labels=counted)
         h = self.embeddings(input_ids)
         for block, where in zip(self.blocks.values(), located, strict=True):
-            h = block(h, positions=SharedPositions(where))
+            h = block(h, positions=where)
         if labels is not None:  # with tensor parallelism the head does not take None
             for_head["labels"] = labels
         return self.lm_head(h, loss_div_factor=loss_div_factor, **for_head)
