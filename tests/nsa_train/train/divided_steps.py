@@ -1,7 +1,7 @@
-"""Gradients of a step that is divided among passes and ranks, compared with those of one pass on one rank.
+"""A step that is divided among passes and ranks, compared with one pass on one rank.
 
 As a program: `python -m tests.nsa_train.train.divided_steps` reads {name: case} as JSON from stdin and prints {name:
-{parameter: largest difference, relative to the parameter's largest gradient}}.
+fields of `DividedResult`}.
 """
 
 import contextlib
@@ -30,18 +30,38 @@ class DividedStep:
     """`key=value` words on top of BASE."""
 
 
-def differences(cases: dict[str, DividedStep]) -> dict[str, dict[str, float]]:
+@dataclass
+class DividedResult:
+    """What rank 0 saw of a step."""
+
+    loss: float
+    """Its share of the step's loss."""
+    exact_loss: float
+    """The sum over its labels in a pass of its own, divided by the labels of the step per rank."""
+    summed_by_ddp: int
+    """Elements of gradients that ddp summed over the ranks."""
+    parameters: int
+    tables: list[str]
+    """Dtypes of the RoPE tables that layers received."""
+    differences: dict[str, float] = field(default_factory=dict)
+    """Of each parameter's gradient, relative to its largest in one pass on one rank."""
+
+
+def divided_results(cases: dict[str, DividedStep]) -> dict[str, DividedResult]:
     text = json.dumps({name: asdict(case) for name, case in cases.items()})
     done = fork_server.run(
         ["-m", "tests.nsa_train.train.divided_steps"], cwd=ROOT, env=environment(), input=text, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return {name: DividedResult(**values) for name, values in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def _gradients(case: DividedStep, folder: Path, rank: int) -> dict:
+def _step(case: DividedStep, folder: Path, rank: int) -> tuple[dict, dict]:
+    """Gradients, and the first fields of the result."""
     import torch
     import torch.distributed as dist
+    from olmo_core.data.utils import split_batch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.tensor import DTensor
 
     from nsa_train.config import load
@@ -49,6 +69,7 @@ def _gradients(case: DividedStep, folder: Path, rank: int) -> dict:
     from nsa_train.train.distributed import RankInfo
     from nsa_train.train.engine.build import build_train_module
     from nsa_train.train.engine.data_loader import to_engine
+    from nsa_train.train.engine.mixer import NSAMixer
 
     torch.set_num_threads(1)
     if case.world > 1:
@@ -65,16 +86,45 @@ def _gradients(case: DividedStep, folder: Path, rank: int) -> dict:
     stream = training_rows(config, vocab_size).open()
     batch = to_engine(stream.next_batch(ROWS, ranks.data_rank, ranks.data_world))
     stream.close()
+
+    summed, tables = [], set()
+    if config.parallel.data == "ddp" and case.world > 1:
+
+        def counted(state, bucket):
+            summed.append(bucket.buffer().numel())
+            return allreduce_hook(state, bucket)
+
+        module.model.register_comm_hook(dist.group.WORLD, counted)
+    for holder in module.model.modules():
+        if isinstance(holder, NSAMixer):
+            holder.register_forward_pre_hook(
+                lambda mixer, args, kwargs: tables.update(str(table.dtype) for table in kwargs["positions"].tables),
+                with_kwargs=True,
+            )
+    with torch.no_grad():
+        sums = [
+            module._forward(part, loss_reduction="sum").ce_loss
+            for part in split_batch(batch, module.rank_microbatch_size // SEQ_LEN)
+        ]
     module.train_batch(batch)
+    options = module._loss_divisor(batch["labels"])
+    per_rank = options["loss_div_factor"] / options["averaged_ranks"]
     gradients = {}
     for name, parameter in module.model.named_parameters():
         gradient = parameter.grad
         gradients[name.removeprefix("module.")] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return gradients
+    result = dict(
+        loss=module.step_loss.item(),
+        exact_loss=torch.stack([loss / per_rank for loss in sums]).sum().item(),
+        summed_by_ddp=sum(summed),
+        parameters=sum(parameter.numel() for parameter in module.model.parameters()),
+        tables=sorted(tables),
+    )
+    return gradients, result
 
 
-def _ranks(case: DividedStep) -> dict:
-    """Gradients of rank 0 of forked ranks."""
+def _ranks(case: DividedStep) -> tuple[dict, dict]:
+    """`_step` of rank 0 of forked ranks."""
     import torch
 
     with tempfile.TemporaryDirectory() as name:
@@ -86,9 +136,9 @@ def _ranks(case: DividedStep) -> dict:
                 continue
             try:
                 with contextlib.redirect_stdout(sys.stderr):
-                    gradients = _gradients(case, Path(name), rank)
+                    step = _step(case, Path(name), rank)
                 if rank == 0:
-                    torch.save(gradients, Path(name) / "gradients")
+                    torch.save(step, Path(name) / "step")
                 os._exit(0)
             except BaseException:  # noqa: BLE001 - a forked rank must not run the code of its parent
                 traceback.print_exc()
@@ -97,7 +147,7 @@ def _ranks(case: DividedStep) -> dict:
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         if any(codes):
             sys.exit(f"{case}: {codes}")
-        return torch.load(Path(name) / "gradients", weights_only=True)
+        return torch.load(Path(name) / "step", weights_only=True)
 
 
 def main() -> None:
@@ -106,13 +156,14 @@ def main() -> None:
         case = DividedStep(**fields)
         alone = tuple(change for change in case.changes if not change.startswith("parallel."))
         if alone not in whole:
-            whole[alone] = _ranks(DividedStep(changes=list(alone)))
-        divided = _ranks(case)
+            whole[alone] = _ranks(DividedStep(changes=list(alone)))[0]
+        divided, result = _ranks(case)
         assert divided.keys() == whole[alone].keys()
-        results[name] = {
+        differences = {
             parameter: float((divided[parameter] - want).abs().max() / want.abs().max())
             for parameter, want in whole[alone].items()
         }
+        results[name] = asdict(DividedResult(**result, differences=differences))
     print(json.dumps(results))
 
 

@@ -1,4 +1,4 @@
-"""A step's gradients do not depend on how its rows are divided among passes and ranks, with any packing."""
+"""A step's gradients and loss do not depend on how its rows are divided among passes and ranks, with any packing."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.covering_cases import each_value
-from tests.nsa_train.train.divided_steps import DividedStep, differences
+from tests.nsa_train.train.divided_steps import DividedStep, divided_results
 
 LAYERS = ("model.attention=[nsa, merged]", "nsa.kv=per_branch", "nsa.phi=softmax")
 SELECTOR = ("nsa.selector_loss=1.0", "nsa.selector_loss_share=0.3")  # of 128 tokens: no whole number of them
@@ -32,6 +32,8 @@ def all_cases(folder: Path) -> dict[str, DividedStep]:
         for packing in PACKINGS:
             cases[f"{packing}, {way}"] = DividedStep(passes, world, [*LAYERS, *SELECTOR, *data[packing], *more])
         cases[f"all blocks, {way}"] = DividedStep(passes, world, [*LAYERS, *ALL_BLOCKS, *data["best_fit"], *more])
+        changes = [*LAYERS, *SELECTOR, *data["best_fit"], *more, "runtime.precision=bf16"]
+        cases[f"bf16, {way}"] = DividedStep(passes, world, changes)
     return cases
 
 
@@ -41,11 +43,19 @@ def measured(request, tmp_path_factory):
     items = [item for item in request.session.items if item.path == request.path]
     selected = {f"{item.callspec.params['rows']}, {item.callspec.params['way']}" for item in items}
     cases = all_cases(tmp_path_factory.mktemp("divided"))
-    return differences({name: case for name, case in cases.items() if name in selected})
+    return divided_results({name: case for name, case in cases.items() if name in selected})
 
 
 @pytest.mark.parametrize(("rows", "way"), each_value([*PACKINGS, "all blocks"], list(WAYS)))
 def test_gradients_are_those_of_one_pass_on_one_rank(measured, rows, way):
-    by_parameter = measured[f"{rows}, {way}"]
+    by_parameter = measured[f"{rows}, {way}"].differences
     assert any("phi_k" in name for name in by_parameter)
     assert max(by_parameter.values()) <= LIMIT, {name: value for name, value in by_parameter.items() if value > LIMIT}
+
+
+@pytest.mark.parametrize(("rows", "way"), [("bf16", "fsdp"), ("bf16", "fsdp, two passes")])
+def test_fsdp_in_bf16_rounds_neither_the_labels_nor_the_positions(measured, rows, way):
+    """Arguments of a model and of its blocks and head, which fsdp would cast."""
+    result = measured[f"{rows}, {way}"]
+    assert result.loss == result.exact_loss
+    assert result.tables == ["torch.float32"]

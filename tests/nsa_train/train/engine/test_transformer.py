@@ -199,10 +199,3 @@ def test_how_often_operators_run_in_a_compiled_step(checkpointing, times, compil
     counts = {event.key: event.count for event in seen.key_averages()}
     assert (counts["nsa::attend"], counts["nsa::select"]) == (3 * LAYERS * times, LAYERS * times)
     assert counts["nsa::attend_backward"] == 3 * LAYERS
-
-
-def test_labels_are_counted_in_integers_until_the_forward_pass():
-    """fsdp casts floating-point arguments of a model to bf16, in which 1021 labels are 1024."""
-    module = module_of(config_of())
-    divisor = module._loss_divisor(torch.zeros(1, 1021, dtype=torch.long))["loss_div_factor"]
-    assert (int(divisor), divisor.dtype) == (1021, torch.int64)

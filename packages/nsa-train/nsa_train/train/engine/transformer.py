@@ -50,7 +50,7 @@ class ChunkedHead(LMHead):
 
         With tensor parallelism every rank computes the loss of its own part of each row with the whole matrix, which is
         gathered for it; `loss` is that of the whole row and `ce_loss` this rank's share. With context parallelism the
-        input is a part of the row already, and `loss_div_factor` that of the part.
+        input is a part of the row already.
         """
         labels, reduction = options.get("labels"), options.get("loss_reduction", "mean")
         if reduction == SCORE_SUMS:
@@ -67,10 +67,8 @@ class ChunkedHead(LMHead):
                 placements=(Replicate(),)
             )
             loss = parts.sum() if reduction == "sum" else parts.mean()
-        divisor = options.get("loss_div_factor")
-        if divisor is None:
-            return LMOutputWithLoss(logits=None, loss=loss, ce_loss=own.detach(), z_loss=None)
-        return LMOutputWithLoss(logits=None, loss=loss / divisor, ce_loss=own.detach() * ranks / divisor, z_loss=None)
+        share = own.detach() * ranks if reduction == "sum" else own.detach()
+        return LMOutputWithLoss(logits=None, loss=loss, ce_loss=share, z_loss=None)
 
     def _needs_logits(
         self,
@@ -78,11 +76,12 @@ class ChunkedHead(LMHead):
         return_logits: bool | None = None,
         ignore_index: int = IGNORE,
         z_loss_multiplier: float | None = None,
+        loss_div_factor: Tensor | float | None = None,
         logits_to_keep: int | Tensor = 0,
         **_: Any,
     ) -> bool:
         keeps_some = not isinstance(logits_to_keep, int) or logits_to_keep != 0
-        asked = return_logits is not False or z_loss_multiplier is not None or keeps_some
+        asked = return_logits is not False or z_loss_multiplier is not None or loss_div_factor is not None or keeps_some
         return asked or reduction == "none" or ignore_index != IGNORE or self.w_out.bias is not None
 
     def _loss_inputs(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,7 +158,12 @@ class EngineTransformer(Transformer):
             h = block(h, positions=where)
         if labels is not None:  # with tensor parallelism the head does not take None
             for_head["labels"] = labels
-        return self.lm_head(h, loss_div_factor=loss_div_factor, **for_head)
+        output = self.lm_head(h, **for_head)
+        if loss_div_factor is None:
+            return output
+        # Not by the head, whose arguments fsdp casts too.
+        loss, ce_loss, z_loss = (None if x is None else x / loss_div_factor for x in output[1:])
+        return LMOutputWithLoss(output.logits, loss, ce_loss, z_loss)
 
     @property
     def context(self) -> ContextGroup | None:
