@@ -53,6 +53,15 @@ def test_gradients_are_those_of_one_pass_on_one_rank(measured, rows, way):
     assert max(by_parameter.values()) <= LIMIT, {name: value for name, value in by_parameter.items() if value > LIMIT}
 
 
+@pytest.mark.parametrize(
+    ("rows", "way"), [("plain", "ddp"), ("plain", "ddp, two passes"), ("plain", "ddp, four passes")]
+)
+def test_ddp_sums_gradients_once_per_step(measured, rows, way):
+    result = measured[f"{rows}, {way}"]
+    assert result.summed_by_ddp == result.parameters
+    assert max(result.differences.values()) <= LIMIT
+
+
 @pytest.mark.parametrize(("rows", "way"), [("bf16", "fsdp"), ("bf16", "fsdp, two passes")])
 def test_fsdp_in_bf16_rounds_neither_the_labels_nor_the_positions(measured, rows, way):
     """Arguments of a model and of its blocks and head, which fsdp would cast."""

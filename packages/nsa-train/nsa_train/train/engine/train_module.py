@@ -87,12 +87,14 @@ class StepSkippingTrainModule(TransformerTrainModule):
         return sums
 
     def _backward(self, batch: dict[str, Any], is_last: bool, **options: Any) -> Tensor:
-        """Loss of a micro-batch on this rank; fsdp finishes the reduction of gradients in the last one of a step, hsdp
-        sums those of its replicas only there."""
+        """Loss of a micro-batch on this rank; fsdp finishes the reduction of gradients in the last one of a step, ddp
+        and hsdp sum those of their replicas only there."""
         if isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(is_last)
             if self.dp_config is not None and self.dp_config.name == DataParallelType.hsdp:
                 self.model.set_requires_all_reduce(is_last)
+        elif self.dp_config is not None:
+            self.model.set_requires_gradient_sync(is_last)
         output = self._forward(batch, **options)
         assert isinstance(output, LMOutputWithLoss)
         assert output.ce_loss is not None
