@@ -8,6 +8,7 @@ import pytest
 from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
+from nsa.geometry import Geometry
 from nsa_train.config import load
 from tests.attention_options import LLAMA3, YARN
 
@@ -48,6 +49,26 @@ def test_settings_and_arguments_are_refused_with_the_same_words_each_in_its_own_
     of_config = [line.partition(": ")[2] for line in str(in_config.value).splitlines()[1:]]
     own_names = [re.sub(r"\b(model|nsa)\.", "", line) for line in of_config]
     assert own_names == str(in_code.value).splitlines() != of_config
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(d=3),
+        dict(d=12),
+        dict(l=8, d=3, l_sel=8),
+        dict(l=30, d=20, l_sel=60),
+        dict(l=32, d=16, l_sel=24),
+        dict(d=99),
+    ],
+    ids=str,
+)
+def test_a_stride_that_does_not_divide_gets_one_advice_and_it_fits(sizes):
+    with pytest.raises(ConfigError) as refused:
+        Geometry(**sizes)
+    (message,) = str(refused.value).splitlines()
+    name, value = re.search(r"Set e\.g\. (\w+)=(\d+)\.$", message).groups()
+    assert Geometry(**sizes | {name: int(value)})
 
 
 def test_sizes_below_one_are_refused_before_anything_is_divided_by_them():

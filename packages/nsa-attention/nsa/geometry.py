@@ -57,12 +57,16 @@ class Geometry:
                 f"{names.w}=512.",
             )
         if self.l % self.d:
+            undivided = [size for size in ("l", "l_sel") if getattr(self, size) % self.d]
+            sizes = " and ".join(f"{names[size]} ({getattr(self, size)})" for size in undivided)
+            both = gcd(self.l, self.l_sel)
+            strides = (stride for stride in range(1, min(both, _LARGEST_BLOCK) + 1) if both % stride == 0)
             yield BrokenRule(
-                (names.d, names.l),
-                f"{names.d} ({self.d}) must divide {names.l} ({self.l}): block scores map to selection blocks in whole "
-                f"strides. Set e.g. {names.d}={gcd(self.d, self.l)}.",
+                (names.d, *(names[size] for size in undivided)),
+                f"{names.d} ({self.d}) must divide {sizes}: block scores map to selection blocks in whole strides. Set "
+                f"e.g. {names.d}={min(strides, key=lambda stride: abs(stride - self.d))}.",
             )
-        if self.l_sel % self.d:
+        elif self.l_sel % self.d:
             yield BrokenRule(
                 (names.d, names.l_sel),
                 f"{names.d} ({self.d}) must divide {names.l_sel} ({self.l_sel}): selection blocks begin where "
