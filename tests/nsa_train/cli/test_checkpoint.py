@@ -162,8 +162,12 @@ def test_verify_and_ls_need_no_train_extra(tmp_path):
 
 
 def test_ls_of_a_folder_without_checkpoints(tmp_path):
-    assert nsa("ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint\n")
-    assert nsa("ls", tmp_path / "x")[0] == 22
+    for command in ("ls", "verify"):
+        for folder in (tmp_path, tmp_path / "x"):
+            code, text = nsa(command, folder)
+            assert code == 22
+            assert str(folder) in text
+            assert "Name a run folder" in text
 
 
 def test_verify_ends_with_22_if_one_is_bad(run):

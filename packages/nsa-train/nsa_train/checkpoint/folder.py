@@ -109,6 +109,15 @@ class CheckpointFolder:
         numbers = (names.step_of(path.name) for path in self.path.iterdir() if path.is_dir() and not path.is_symlink())
         return sorted(step for step in numbers if step is not None)
 
+    def require_steps(self) -> list[int]:
+        """`steps`; raises if there is none."""
+        if steps := self.steps():
+            return steps
+        raise CheckpointError(
+            f"{self.path} holds no checkpoint. Name a run folder (train.out_dir) that has saved one, or its folder "
+            f"{names.CHECKPOINTS}."
+        )
+
     def committed_steps(self) -> list[int]:
         """Steps whose COMMIT.json is intact: quick, for counting progress. Tensors are not verified."""
         return list(self.committed())

@@ -26,7 +26,7 @@ def list_checkpoints(
 ) -> None:
     """List checkpoints, newest last, with the reason each was saved and is kept; checks names and sizes, not hashes.
 
-    Exit code: 0, also if one is damaged (`nsa checkpoint verify` fails) or there is none; 22 if there is no such run.
+    Exit code: 0, also if one is damaged (`nsa checkpoint verify` fails); 22 if there is none.
 
     **Example:** `nsa checkpoint ls artifacts/run`
     """
@@ -36,7 +36,7 @@ def list_checkpoints(
     folder = _open(run, key_file)
     saved = {step: manifest.reason for step, manifest in folder.committed().items()}
     reasons = _retention(folder, max(saved, default=None)).why_kept(saved)
-    rows = [_row(folder, step, reasons.get(step, ())) for step in folder.steps()]
+    rows = [_row(folder, step, reasons.get(step, ())) for step in folder.require_steps()]
     owner = holder(folder.path.parent)
     if as_json:
         print_json({"folder": folder.path, "checkpoints": rows, "in_use_by": owner})
@@ -49,8 +49,6 @@ def list_checkpoints(
             print_line(f"{step_name(row['step']):12}  {row['saved_at']}  {size}  {why}{mark}")
         else:
             print_line(f"{step_name(row['step']):12}  BAD: {'; '.join(row['problems'])}{mark}")
-    if not rows:
-        print_line(f"{folder.path} holds no checkpoint")
     if owner:
         print_line(f"in use by {owner}")
 
@@ -96,9 +94,7 @@ def verify(
         wanted = [one]
     else:
         folder = _open(path, key_file)
-        wanted = [folder.step_path(step) for step in folder.steps()]
-    if not wanted:
-        raise CheckpointError(f"{path} holds no checkpoint, so there is nothing to verify.")
+        wanted = [folder.step_path(step) for step in folder.require_steps()]
     key = read_key(key_file)
     verdicts: list[dict[str, Any]] = []
     for checkpoint in wanted:
