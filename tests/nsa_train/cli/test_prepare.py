@@ -18,7 +18,7 @@ from nsa_train.data.prepare.run import PrepareProgress
 from nsa_train.data.source.file import LocalFile
 from nsa_train.data.source.jsonl import JsonlSource
 from nsa_train.data.source.read_report import BAD_LINES, ReadReport
-from nsa_train.data.tokenizer import train_bpe
+from nsa_train.data.tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[3]
 
@@ -140,6 +140,21 @@ def test_a_tokenizer_is_trained_on_what_prepare_reads_and_says_what_was_skipped(
         (corpus / name).unlink()
     with pytest.raises(DataError, match="no text"):
         invoke("data", "tokenizer", "train", str(corpus), str(tmp_path / "none.json"))
+
+
+def test_a_tokenizer_is_trained_on_text_in_the_encoding_that_prepare_takes(tmp_path: Path) -> None:
+    """The corpus in Windows-1251 gives the tokenizer of the same corpus in UTF-8."""
+    text, fingerprints = "съешь же ещё этих мягких французских булок " * 40, {}
+    for name, encoding in (("cp1251", "cp1251"), ("utf-8", "cp1252")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text, encoding=name)
+        path = tmp_path / f"{name}.json"
+        words = [str(tmp_path / name), str(path), "--vocab-size", "280", "--encoding", encoding]
+        invoke("data", "tokenizer", "train", *words)
+        fingerprints[name] = load_tokenizer(str(path)).fingerprint
+    assert fingerprints["cp1251"] == fingerprints["utf-8"]
+    with pytest.raises(ConfigError, match="encoding"):
+        invoke("data", "tokenizer", "train", str(tmp_path), str(tmp_path / "none.json"), "--encoding", "rot13")
 
 
 @pytest.mark.parametrize("command", ["prepare", "tokenizer train", "smoke --source"])

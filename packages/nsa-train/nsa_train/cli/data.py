@@ -28,6 +28,9 @@ _TokenizerOption = Annotated[
     str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
 ]
 _TextColumnOption = Annotated[str, typer.Option(help="Column (or JSON key) of the text.")]
+_EncodingOption = Annotated[
+    str, typer.Option(help="Encoding of text files that are neither UTF-8 nor have a byte order mark.")
+]
 _WorkersOption = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
@@ -60,9 +63,7 @@ def prepare(
         bool,
         typer.Option("--dedup", help="Keep only the first of documents with exactly the same text; reads SRC twice."),
     ] = False,
-    encoding: Annotated[
-        str, typer.Option(help="Encoding of text files that are neither UTF-8 nor have a byte order mark.")
-    ] = "cp1252",
+    encoding: _EncodingOption = "cp1252",
     shard_tokens: Annotated[
         int, typer.Option(help="Tokens per shard; a shard ends at the first document end beyond it.")
     ] = 2**28,
@@ -220,6 +221,7 @@ def train_tokenizer(
     mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to train on, sampled from the whole corpus."),
     seed: int = typer.Option(0, help="Random seed of the sample."),
     text_column: _TextColumnOption = "text",
+    encoding: _EncodingOption = "cp1252",
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing file."),
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus: any files that `nsa data prepare` reads; it skips the same ones.
@@ -232,6 +234,7 @@ def train_tokenizer(
     from nsa_train.data.document_stream import sample_texts
     from nsa_train.data.source.read_report import ReadReport
     from nsa_train.data.source.resolve import open_source
+    from nsa_train.data.source.text import require_encoding
     from nsa_train.data.tokenizer import train_bpe
 
     if not path.is_dir() and path.parent.is_dir():  # else refused below, as data that cannot be written
@@ -240,7 +243,8 @@ def train_tokenizer(
         raise OutputError(f"{path} exists and is kept. Name another file, or add --overwrite to replace it.")
     with ProgressLine(f"listing {source}") as line:
         most, report = int(mb * 1e6), ReadReport()
-        corpus = open_source(source, columns=DocumentColumns(text_column), report=report)
+        columns, fallback = DocumentColumns(text_column), require_encoding(encoding)
+        corpus = open_source(source, columns=columns, fallback_encoding=fallback, report=report)
         texts = sample_texts(corpus, seed=seed, max_bytes=most, report=report)
         tokenizer = train_bpe(_counted(texts, most, vocab_size, line), vocab_size, path)
     prepared_set.print_skipped(report)

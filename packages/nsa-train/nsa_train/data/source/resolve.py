@@ -58,6 +58,7 @@ def open_source(
     hub_endpoint: str | None = None,
     cache_dir: Path | None = None,
     checksum_dir: Path | None = None,
+    fallback_encoding: str = DEFAULT_FALLBACK,
     report: ReadReport | None = None,
 ) -> DocumentSource:
     """List and open the files of `spec` in the order that defines the units.
@@ -67,9 +68,10 @@ def open_source(
     A text, Markdown or HTML file is one document. URLs are parquet files, and
     `owner/name[:config][@revision]` is a dataset on the hub, unless a local folder has that name. `cache_dir` keeps the
     listing of a hub dataset between starts; `checksum_dir` the checksum of every unit, see `ChecksummedSource`.
+    `fallback_encoding` is that of local text files that are not Unicode.
     With a `report`, bad lines of local JSONL files are skipped; they and the files left out are counted there.
     """
-    source = _open(spec, retry_policy or RetryPolicy(), columns, hub_endpoint, cache_dir, report)
+    source = _open(spec, retry_policy or RetryPolicy(), columns, hub_endpoint, cache_dir, fallback_encoding, report)
     return ChecksummedSource(source, checksum_dir) if checksum_dir is not None else source
 
 
@@ -79,6 +81,7 @@ def _open(
     columns: DocumentColumns | None,
     hub_endpoint: str | None,
     cache_dir: Path | None,
+    fallback_encoding: str,
     report: ReadReport | None,
 ) -> DocumentSource:
     specs = [spec] if isinstance(spec, str) else list(spec)
@@ -104,7 +107,11 @@ def _open(
         if report is not None:
             report.add(listing.left_out)
     local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
-    return combine(open_local(local, retry_policy=retry_policy, columns=columns, report=report))
+    return combine(
+        open_local(
+            local, retry_policy=retry_policy, columns=columns, fallback_encoding=fallback_encoding, report=report
+        )
+    )
 
 
 def _list_hub(spec: str, client: HttpClient, retry_policy: RetryPolicy, endpoint: str | None) -> list[HttpFile]:
