@@ -245,6 +245,21 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
     ),
     "keys of another width": (
         lambda: nsa.nsa_attention(torch.randn(1, 32, 4, 16), *[torch.randn(1, 32, 2, 8)] * 2, torch.rand(1, 32, 4, 3)),
+    "the layout of SDPA with given blocks": (
+        lambda: nsa.selected_attention(*[torch.randn(1, 4, 32, 16)] * 3, torch.zeros(1, 32, 4, 3, dtype=torch.int32)),
+        ConfigError,
+        SDPA,
+    ),
+    "the layout of SDPA with documents": (
+        lambda: nsa.sliding_attention(*[torch.randn(1, 4, 32, 16)] * 3, cu_seqlens=[0, 20, 32]),
+        ConfigError,
+        SDPA,
+    ),
+    "documents of other lengths": (
+        lambda: nsa.sliding_attention(*[torch.randn(1, 32, 4, 16)] * 3, cu_seqlens=[0, 20, 30]),
+        ConfigError,
+        ("cu_seqlens", "32", "30"),
+    ),
         ConfigError,
         ("[1, 32, 2, 8]", "[1, 32, 2, 16]"),
     ),

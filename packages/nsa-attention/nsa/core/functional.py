@@ -5,6 +5,10 @@ Tensors are [batch, tokens, heads, width], as in FlashAttention. Head h attends 
 other. Everything is differentiable in queries, keys, values and gates, by autograd and `torch.func.grad`, and compiles
 without graph breaks; vmap, forward mode and double backward need kernels="reference".
 
+The layout of F.scaled_dot_product_attention, [batch, heads, tokens, width], is refused where another argument shows it:
+fewer groups than heads, or gates, blocks or `cu_seqlens` of the tokens. With as many groups as heads and none of these
+(gates that broadcast, a branch alone), tokens and heads cannot be told apart.
+
 B batch · S tokens · H query heads · G kv groups · R heads per group (H / G) · K key dim · V value dim
 C compressed entries · N chosen blocks · X gates per group (R or 1)
 """
@@ -208,7 +212,10 @@ class _QueryBatch:
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
         self.kernels = backend_request(kernels)
         self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
-        self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
+        try:
+            self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{self._sdpa_hint()}") from None
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
 
     def strategy(self, v: Tensor) -> ThreeBranches:
@@ -277,6 +284,7 @@ class _QueryBatch:
             raise ConfigError(
                 f"blocks are {blocks_BSGN.dtype} of shape {list(blocks_BSGN.shape)}: they number the chosen blocks of "
                 f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
+                f"{self._sdpa_hint()}"
             )
         if not blocks_BSGN.shape[3]:
             blocks_BSGN = blocks_BSGN.new_full((*want, 1), -1)
