@@ -63,7 +63,7 @@ READS_ENVIRONMENT = (
     "nsa_train.train",
     "nsa_train.storage",  # only sets
     "nsa_train.data.tokenizer",  # only sets
-    "nsa_train.cli.startup",  # only sets, for OpenMP
+    "nsa_train.cli.startup",  # only sets, for OpenMP and tqdm
     "nsa.kernels.self_check",  # only passes it on, to a child process
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -18,6 +18,7 @@ _LIBRARIES: dict[str, str] = {
     "sets 1000. On cores that nothing else uses, a higher count is faster for small models.",
     "OMP_WAIT_POLICY": "`active` or `passive`; if set, `nsa` leaves the spin count alone.",
     "OMP_NUM_THREADS": "Threads of one process; `nsa launch --nproc N` sets 1 if N > 1 and it is not set.",
+    "TQDM_DISABLE": "`1`: libraries draw no bars; `nsa` sets it where stderr is no terminal.",
     "NO_COLOR": "Any value but the empty one: no colours in the output of commands; bold and dim text stays. Output "
     "into a file or a pipe has neither.",
 }

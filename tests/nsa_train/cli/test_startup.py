@@ -1,8 +1,9 @@
-"""OpenMP's waiting and torch's warning about NumPy, in the process of a command."""
+"""OpenMP's waiting, bars of libraries and torch's warning about NumPy, in the process of a command."""
 
 import os
 import subprocess
 import sys
+import termios
 import warnings
 from pathlib import Path
 
@@ -43,8 +44,23 @@ def test_a_value_of_the_user_is_kept(name, value):
     assert f"GOMP_SPINCOUNT = '{_SPIN_COUNT}'" not in said
 
 
+def test_bars_of_transformers_are_drawn_on_a_terminal_alone():
+    code = "from nsa_train.cli.startup import prepare_process\nprepare_process()\n"
+    code += "from transformers.utils import logging\nlist(logging.tqdm(range(3), desc='Loading weights'))"
+    environ = {name: text for name, text in os.environ.items() if name != "TQDM_DISABLE"}
+    command = dict(args=[sys.executable, "-c", code], cwd=ROOT, env=environ, check=True, timeout=120)
+    assert subprocess.run(**command, stderr=subprocess.PIPE).stderr == b""
+    terminal, end = os.openpty()
+    termios.tcsetwinsize(end, (24, 80))
+    subprocess.run(**command, stderr=end)
+    os.close(end)
+    assert b"Loading weights" in os.read(terminal, 1000)
+    os.close(terminal)
+
+
 def test_only_a_missing_numpy_is_not_reported(monkeypatch):
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    monkeypatch.setenv("TQDM_DISABLE", "1")
     with warnings.catch_warnings(record=True) as caught:
         prepare_process()
         warnings.warn("Failed to initialize NumPy: No module named 'numpy' (Triggered …)", UserWarning, stacklevel=1)

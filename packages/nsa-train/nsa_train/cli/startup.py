@@ -1,8 +1,9 @@
-"""Settings of the process of a command: OpenMP's waiting, one warning of torch, garbage collection, SIGTERM."""
+"""Settings of the process of a command: OpenMP's waiting, bars of libraries, garbage collection, SIGTERM."""
 
 import gc
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ def prepare_process() -> None:
     """Call once, at the start of a command, before torch is imported. Child processes inherit the variables."""
     if not any(os.environ.get(name) for name in _OPENMP_WAITING):
         os.environ["GOMP_SPINCOUNT"] = _SPIN_COUNT  # libgomp reads it when it is loaded, with torch
+    if not sys.stderr.isatty():  # bars of tqdm, as Transformers draws them, fill logs with their lines
+        os.environ.setdefault("TQDM_DISABLE", "1")
     # Base installs have no NumPy, and no command that works there needs it. A NumPy that is broken is still reported.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy: No module named 'numpy'", UserWarning)
 
