@@ -26,8 +26,8 @@ from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
 from olmo_core.train.common import TRAIN_CE_LOSS_METRIC
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 
+from nsa_train import NSAMixerConfig
 from nsa_train.shipped import CORPUS
-from nsa_train.train.engine.mixer import NSAMixerConfig
 
 LENGTH, BATCH = 256, 8
 

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -99,8 +100,17 @@ def test_one_import_line_brings_the_whole_front_door():
     assert done.stdout.strip() == "nsa_attention"  # the function, not the module of that name in nsa.core
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    import nsa
+def test_the_mixer_is_a_public_name_of_the_trainer_that_is_imported_on_first_use():
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    import nsa_train
+    from nsa_train.train.engine import mixer
 
-    with pytest.raises(AttributeError, match="nsa_atention"):
-        nsa.nsa_atention  # noqa: B018
+    assert not import_in_a_new_process("nsa_train")[1] & {*HEAVY, "pydantic", "yaml", "typer", "rich"}
+    assert nsa_train.NSAMixerConfig is mixer.NSAMixerConfig
+    assert set(nsa_train.__all__) == {*nsa_train._HOMES, "__version__"}
+
+
+@pytest.mark.parametrize("package", ["nsa", "nsa_train"])
+def test_an_unknown_name_is_an_attribute_error(package):
+    with pytest.raises(AttributeError, match=f"'{package}' has no attribute 'nsa_atention'"):
+        import_module(package).nsa_atention  # noqa: B018

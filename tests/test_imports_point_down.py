@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nsa
+import nsa_train
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,10 +81,10 @@ def sources() -> dict[str, Path]:
 def imports(module: str, source: str) -> Iterator[str]:
     """Every module a source names, `from a import b` as a.b, relative forms and import_module("a") included.
 
-    nsa/__init__.py offers its public names lazily: what it imports for type checkers alone is not counted.
+    The __init__.py of both packages offer public names lazily: what they import for type checkers alone is not counted.
     """
     tree = ast.parse(source)
-    if module == "nsa.__init__":
+    if module in ("nsa.__init__", "nsa_train.__init__"):
         tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and is_for_type_checkers(node))]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -112,8 +113,8 @@ def package_of(module: str) -> str | None:
     root, _, rest = module.partition(".")
     if root not in ROWS:
         return None
-    if root == "nsa" and rest in nsa._HOMES:
-        return package_of(nsa._HOMES[rest])
+    if rest in (homes := {"nsa": nsa._HOMES, "nsa_train": nsa_train._HOMES}[root]):
+        return package_of(homes[rest])
     package = rest.partition(".")[0]
     here = any((folder / package).is_dir() for folder in ROOT.glob(f"packages/*/{root}"))
     return package if package and (here or package in ROWS[root]) else "__init__"

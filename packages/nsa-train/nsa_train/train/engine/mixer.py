@@ -35,7 +35,8 @@ _SEEDS = 2**62
 @SequenceMixerConfig.register("nsa")
 @dataclass
 class NSAMixerConfig(SequenceMixerConfig):
-    """An `AttentionConfig` in plain values, with the kind of layer and the backends."""
+    """The attention as the `sequence_mixer` of a block of OLMo-core: an `AttentionConfig` in plain values, with the
+    kind of layer and the backends."""
 
     options: dict[str, Any]
     """Options of the attention by name; the model's width is that of `build`."""
