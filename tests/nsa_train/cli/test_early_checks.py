@@ -32,6 +32,7 @@ def folder(tmp_path) -> Path:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("text")
     (tmp_path / "run" / names.CHECKPOINTS).mkdir(parents=True)
+    (tmp_path / "trained" / names.CHECKPOINTS / "step7").mkdir(parents=True)
     return tmp_path
 
 
@@ -54,6 +55,15 @@ def folder(tmp_path) -> Path:
         (["import", "hf", "run", "full"], 22, "full is not empty"),
         (["train", "cpu_quickstart", "runtime.device=gpu"], 20, "cuda:N"),
         (["train", "cpu_quickstart", "train.lr=fast"], 20, "train.lr"),
+        (["train", "cpu_quickstart"], 2, "artifacts/demo_set does not exist"),
+        (["train", "cpu_quickstart", "data.dataset=local", "data.path=nowhere"], 2, "data.path is nowhere"),
+        (["train", "cpu_quickstart", "data.dataset=local", "data.path=full", "data.tokenizer=b.json"], 2, "b.json"),
+        (["train", "cpu_quickstart", "data.dataset=synthetic", "train.out_dir=full/mine.txt"], 2, "is not a folder"),
+        (["train", "cpu_quickstart", "data.dataset=synthetic", "train.out_dir=trained"], 2, "add --resume"),
+        (["train", "cpu_quickstart", "--resume-from", "nowhere"], 22, "nowhere"),
+        (["train", "cpu_quickstart", "--init-from", "nowhere"], 22, "nowhere does not exist"),
+        (["train", "cpu_quickstart", "--init-from", "full"], 22, "full holds no checkpoint"),
+        (["train", "cpu_quickstart", "--init-from", "run/checkpoints/step5"], 22, "step5, which does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -68,7 +68,8 @@ COMMANDS = (
     Mistake("resuming as another", "train CONFIG train.out_dir=OLD --resume", CONFIG, ("nsa.l_sel: saved 16, now 8",)),
     Mistake("no such checkpoint", f"{NEW_RUN} --resume-from OLD/checkpoints/step9", CHECKPOINT, ("step9", "step20")),
     Mistake("no such checkpoint for ranks", "launch CONFIG --nproc 2 --resume-from OLD/step9", CHECKPOINT, ("step9",)),
-    Mistake("weights that are none", f"{NEW_RUN} --init-from TEXTS", CHECKPOINT, ("TEXTS", "nsa checkpoint ls")),
+    Mistake("weights that are none", f"{NEW_RUN} --init-from TEXTS", CHECKPOINT, ("TEXTS", "Name a run folder")),
+    Mistake("weights that are not there", f"{NEW_RUN} --init-from HERE/no", CHECKPOINT, ("HERE/no", "does not exist")),
     Mistake("a run that is none", "report TEXTS", CONFIG, ("TEXTS", "run folder")),
     Mistake("a status of nothing", "status HERE/nothing", CONFIG, ("nothing",)),
     # Data and tokenizers
@@ -153,6 +154,7 @@ def test_a_command_says_what_is_wrong_and_what_to_do(mistake, places, taken_port
     message = said.err + said.out
     assert code == mistake.code, message
     assert "Traceback" not in message
+    assert not (tmp_path / "new").exists()
     assert [word for word in map(filled, mistake.words) if word not in message] == [], message
 
 
@@ -243,8 +245,6 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigError,
         SDPA,
     ),
-    "keys of another width": (
-        lambda: nsa.nsa_attention(torch.randn(1, 32, 4, 16), *[torch.randn(1, 32, 2, 8)] * 2, torch.rand(1, 32, 4, 3)),
     "the layout of SDPA with given blocks": (
         lambda: nsa.selected_attention(*[torch.randn(1, 4, 32, 16)] * 3, torch.zeros(1, 32, 4, 3, dtype=torch.int32)),
         ConfigError,
@@ -260,6 +260,8 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         ConfigError,
         ("cu_seqlens", "32", "30"),
     ),
+    "keys of another width": (
+        lambda: nsa.nsa_attention(torch.randn(1, 32, 4, 16), *[torch.randn(1, 32, 2, 8)] * 2, torch.rand(1, 32, 4, 3)),
         ConfigError,
         ("[1, 32, 2, 8]", "[1, 32, 2, 16]"),
     ),

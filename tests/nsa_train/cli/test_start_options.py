@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ pytest.importorskip("olmo_core", reason="the engine is in the train extra")
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "train_showcase.yaml")
 WORDS = [CONFIG, "data.dataset=synthetic"]
-ANOTHER_RUN = Path(__file__).parent  # launchers ask for a folder that exists
+_FOLDER = tempfile.TemporaryDirectory()
+ANOTHER_RUN = Path(_FOLDER.name)
+(ANOTHER_RUN / "checkpoints" / "step1").mkdir(parents=True)  # launchers ask for a run with a checkpoint
 FIELDS = [field.name for field in dataclasses.fields(StartOptions)]
 OTHER_VALUES = {bool: True, Path: ANOTHER_RUN, tuple: ("precision", "memory")}
 CLEARED_BY_LAUNCHER = "clear_halt"

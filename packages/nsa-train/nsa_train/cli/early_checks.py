@@ -1,9 +1,11 @@
-"""Checks that take milliseconds, before a command imports torch and Transformers for seconds: packages, paths, device.
+"""Checks that take milliseconds, before a command imports torch and Transformers for seconds: packages, paths, device,
+the run folder and the data of a run.
 
 Those of an option are its callback, so that every command that has the option checks it.
 """
 
 import re
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from nsa_train import names
 
 if TYPE_CHECKING:
     from nsa_train.config import RunConfig
+    from nsa_train.train.start_options import StartOptions
 
 _EXTRAS = {
     "data": ("numpy", "pyarrow", "tokenizers", "fsspec", "huggingface_hub", "urllib3", "zstandard"),
@@ -55,6 +58,21 @@ def require_training_packages(config: "RunConfig") -> None:
         "boto3": config.train.checkpoint_store,
     }
     require_packages(*_TRAINING_PACKAGES, *(package for package, value in settings.items() if value))
+
+
+def require_folder_and_data(config: "RunConfig", options: "StartOptions") -> None:
+    """Raise with the preflight rules about the run folder and local data that this run breaks. The run checks them
+    again, with all others."""
+    from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
+    from nsa_train.planning.preflight_facts import DryRun, PreflightFacts, read_folder_facts
+    from nsa_train.planning.preflight_rules import CHECKED_EARLY, check_rules, require_passed
+    from nsa_train.train.datasets import look_for_data
+
+    here, folder = HardwareTarget(DEVICES[CPU], here=True), read_folder_facts(config)
+    data = look_for_data(config, here, folder, options.resuming)
+    tried = replace(DryRun.not_tried("torch is not imported yet"), data=data)
+    facts = PreflightFacts(config, here, None, folder, tried, resuming=options.resuming)
+    require_passed(check_rules(facts, options.allow, CHECKED_EARLY))
 
 
 def is_known_package(package: str) -> bool:

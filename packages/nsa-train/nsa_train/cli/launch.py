@@ -85,7 +85,7 @@ def launch_ranks(
     from nsa_train.train.launch.launcher import launch as run
 
     check_names(options.allow)
-    options.require_resume_folder()
+    options.require_folders(Path(config.train.out_dir))
     settings = LaunchSettings(
         command=[sys.executable, "-m", "nsa_train.cli", "train", *words],
         run_folder=Path(config.train.out_dir),

@@ -10,13 +10,14 @@ import typer
 
 from nsa.errors import ConfigError, ExitCode
 from nsa_train.cli.config import resolve
-from nsa_train.cli.early_checks import require_device_of, require_training_packages
+from nsa_train.cli.early_checks import require_device_of, require_folder_and_data, require_training_packages
 from nsa_train.cli.launch import CLEAR_HALT_HELP, INIT_FROM_HELP, RESUME_FROM_HELP, RESUME_HELP, launch_ranks
 from nsa_train.cli.outputs import print_line
 from nsa_train.cli.preflight import ALLOW_HELP
 from nsa_train.cli.startup import imports_not_collected
 from nsa_train.names import ENDINGS, PROGRESS, TOKENIZER
 from nsa_train.terminal_text import duration, printable
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.start_options import StartOptions
 
 if TYPE_CHECKING:
@@ -69,12 +70,6 @@ def train(
     require_training_packages(config)
     if config.runtime.device != "auto":
         require_device_of("runtime.device", config.runtime.device)
-
-    with imports_not_collected():
-        from nsa_train.train.distributed import RankInfo
-        from nsa_train.train.run import train as run
-
-    ranks = RankInfo.from_environment()
     options = StartOptions(
         resume=resume,
         resume_from=_existing(resume_from or named),
@@ -82,7 +77,14 @@ def train(
         clear_halt=clear_halt,
         allow=tuple(allow),
     )
-    options.require_resume_folder()
+    options.require_folders(Path(config.train.out_dir))
+    ranks = RankInfo.from_environment()
+    if not ranks.distributed:
+        require_folder_and_data(config, options)
+
+    with imports_not_collected():
+        from nsa_train.train.run import train as run
+
     if ddp == 0 and ranks.world > 1:
         raise ConfigError(
             f"--ddp 0 requires a single rank and torchrun started {ranks.world}. Omit --ddp, or start without torchrun."

@@ -5,17 +5,19 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nsa.kernels.registry import BackendChoice
 from nsa_train import names
 from nsa_train.checkpoint.folder import CheckpointFolder
 from nsa_train.checkpoint.lock import holder
 from nsa_train.config.schema import RunConfig, settings
 from nsa_train.config.setting_types import as_json
-from nsa_train.planning.estimate import RunEstimate
 from nsa_train.planning.hardware import HardwareTarget
 from nsa_train.record.run_folder import RunFolder, why_not_writable
+
+if TYPE_CHECKING:  # these import torch, which early checks do without
+    from nsa.kernels.registry import BackendChoice
+    from nsa_train.planning.estimate import RunEstimate
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class FolderFacts:
 class PreflightFacts:
     config: RunConfig
     target: HardwareTarget
-    estimate: RunEstimate | None
+    estimate: "RunEstimate | None"
     """The estimate; None if the vocabulary size, and so the model size, is unknown."""
     folder: FolderFacts
     dry_run: DryRun
@@ -80,7 +82,7 @@ class PreflightFacts:
     """One batch of the held-out split."""
     store: DryRunAttempt = DryRunAttempt(not_tried="the object store was not asked")
     """A request to `train.checkpoint_store` with the credentials of this machine."""
-    kernels: tuple[BackendChoice, ...] | None = None
+    kernels: "tuple[BackendChoice, ...] | None" = None
     """The backend of each branch; None if that is decided on another machine, or the run is short."""
     kernels_problem: str | None = None
     """Why a requested backend cannot run on this machine."""

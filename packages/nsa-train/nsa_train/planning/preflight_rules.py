@@ -10,17 +10,13 @@ from enum import StrEnum
 from typing import Any
 
 from nsa.errors import ConfigError, PreflightError
-from nsa.kernels.choice_text import kernels_text
 from nsa.options import CHECKPOINTING, Checkpointing
 from nsa_train.config.layer import nearest
 from nsa_train.config.model_sections import KernelsConfig
 from nsa_train.config.schema import RunConfig
 from nsa_train.config.setting_types import plain
-from nsa_train.planning.estimate import BACKENDS, estimate_memory
 from nsa_train.planning.hardware import GIB
-from nsa_train.planning.model_figures import model_figures
 from nsa_train.planning.preflight_facts import DryRunAttempt, PreflightFacts, RuleFinding, finding
-from nsa_train.run_model import wanted_kernels
 
 SAFE_MEMORY = 0.9  # share of the memory that an estimate may fill
 LONG_RUN_STEPS = 5000
@@ -31,6 +27,8 @@ _FEWEST_CHECKPOINTS = 5
 HALT_FILE, HELD_OUT = "halt_file", "held_out"
 DECIDED_AT_START = ("other_run", HALT_FILE)
 """Rules that `nsa train --resume` and --clear-halt answer: commands that only calculate report them and do not fail."""
+CHECKED_EARLY = ("out_dir", "other_run", "data")
+"""Rules that need no torch: `nsa train` checks them before it imports what takes seconds."""
 _RECORD_GAP_S = 600.0  # longest time without a record of loss and gates
 
 
@@ -135,6 +133,10 @@ def _record_gap(facts: PreflightFacts) -> RuleFinding:
 
 def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
     """Check the backends that will run: as decided on this machine, else as the settings request them."""
+    from nsa.kernels.choice_text import kernels_text
+    from nsa_train.planning.estimate import BACKENDS
+    from nsa_train.run_model import wanted_kernels
+
     device, is_gpu = facts.target.device.name, facts.target.device.is_gpu
     fastest = BACKENDS[is_gpu][0]
     if facts.kernels_problem is not None:
@@ -190,6 +192,9 @@ def _settings_that_fit(facts: PreflightFacts, room: int) -> str:
     then more devices."""
     config, target, estimated = facts.config, facts.target, facts.estimate
     assert estimated is not None
+    from nsa_train.planning.estimate import estimate_memory
+    from nsa_train.planning.model_figures import model_figures
+
     vocab_size, figures = estimated.vocab_size, model_figures(config, estimated.vocab_size)
     backends = KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, estimated.backend))
 
@@ -455,11 +460,12 @@ class RuleVerdict:
     """Whether a refusal offers `--allow`."""
 
 
-def check_rules(facts: PreflightFacts, allowed: Sequence[str] = ()) -> list[RuleVerdict]:
-    """Evaluate every rule that applies to this run."""
+def check_rules(facts: PreflightFacts, allowed: Sequence[str] = (), only: Sequence[str] = NAMES) -> list[RuleVerdict]:
+    """Evaluate every rule that applies to this run, or of `only` these."""
     check_names(allowed)
     long = is_long(facts)
-    rules = [rule for rule in RULES if (long or not rule.long_runs_only) and rule.applies(facts)]
+    named = [rule for rule in RULES if rule.name in only]
+    rules = [rule for rule in named if (long or not rule.long_runs_only) and rule.applies(facts)]
     return [_verdict(rule, rule.check(facts), allowed) for rule in rules]
 
 

@@ -22,7 +22,7 @@ from nsa_train.train.callbacks.evaluation import EvaluationCallback
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
 from nsa_train.train.callbacks.replica_check import ReplicaCheckCallback
 from nsa_train.train.callbacks.stop_requests import StopRequestCallback
-from nsa_train.train.distributed import HostCollectives, RankInfo
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.build import build_train_module, build_trainer
 from nsa_train.train.engine.checkpoint_callback import make_checkpoint_callback
@@ -30,6 +30,7 @@ from nsa_train.train.engine.checkpointer import VerifiedCheckpointer, make_check
 from nsa_train.train.engine.data_loader import RowLoader
 from nsa_train.train.engine.environment import on_first_rank
 from nsa_train.train.engine.nan_guard import BadStepCallback, BadStepPolicy, RollbackTrainer
+from nsa_train.train.host_collectives import HostCollectives
 from nsa_train.train.resume import (
     ResumePoint,
     SettingChange,

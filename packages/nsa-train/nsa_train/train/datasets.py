@@ -5,13 +5,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nsa.errors import ConfigError, DataError
+from nsa.errors import ConfigError, DataError, NSAError
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
 from nsa_train.data.shards.manifest import TRAIN, VALIDATION, read_from_set, read_manifest
 from nsa_train.data.source.hub import FINEWEB_EDU
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer, tokenizer_record
+from nsa_train.planning.hardware import HardwareTarget
+from nsa_train.planning.preflight_facts import DryRunAttempt, FolderFacts
 from nsa_train.storage import StorageFolder
 
 _PACKING = {"stream": "concat", "best_fit": "best_fit"}
@@ -129,6 +131,21 @@ def find_data(config: RunConfig) -> None:
         raise DataError(
             f"data.path is {path} and there is no such file or folder. Set data.path to the location of your data."
         )
+
+
+def look_for_data(config: RunConfig, target: HardwareTarget, folder: FolderFacts, resuming: bool) -> DryRunAttempt:
+    """Whether the data exists. A run that resumes from a checkpoint checks that itself, and may wait for it."""
+    if config.data.synthetic_on_fail or (resuming and folder.checkpoints):
+        return DryRunAttempt(not_tried="the run itself checks it")
+    if place := remote_address(config):
+        return DryRunAttempt(not_tried=f"{place} is on another machine")
+    if not target.here:
+        return DryRunAttempt(not_tried=f"{target} is not here, so its disk could not be checked")
+    try:
+        find_data(config)
+    except NSAError as error:
+        return DryRunAttempt(problem=str(error))
+    return DryRunAttempt(not_tried="no batch was fetched: no dry run was requested")
 
 
 def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_out: bool) -> RowData:

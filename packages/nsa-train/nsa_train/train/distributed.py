@@ -1,14 +1,11 @@
-"""Rank and world size from torchrun's environment, and small host-side collectives."""
+"""Rank and world size from torchrun's environment. Needs no torch."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from nsa_train.config.schema import ParallelConfig
+if TYPE_CHECKING:
+    from nsa_train.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class RankInfo:
             agent=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
         )
 
-    def divided(self, parallel: ParallelConfig) -> "RankInfo":
+    def divided(self, parallel: "ParallelConfig") -> "RankInfo":
         """Return the ranks with rows divided as these settings say."""
         return replace(self, ranks_per_row=parallel.ranks_per_row)
 
@@ -66,46 +63,3 @@ class RankInfo:
     def first_here(self) -> bool:
         """The first process of this node; it reads files for the others."""
         return self.local_rank == 0
-
-
-class HostCollectives:
-    """Small all-reduces and gathers of numbers on the host. All ranks must call them in the same order.
-
-    They use a process group of their own: the engine uses its groups from other threads at the same time.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
-
-    def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Logical or of each flag over all ranks."""
-        if self._group is None:
-            return list(flags)
-        answer = torch.tensor([int(flag) for flag in flags], device="cpu")
-        dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in answer.tolist()]
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        if self._group is None:
-            return list(values)
-        answer = torch.tensor(values, dtype=torch.float64, device="cpu")
-        dist.all_reduce(answer, group=self._group)
-        return [float(value) for value in answer.tolist()]
-
-    def mean(self, value: float) -> float:
-        return self.means([value])[0]
-
-    def means(self, values: Sequence[float]) -> list[float]:
-        """A value that is not finite on one rank makes the mean non-finite."""
-        world = dist.get_world_size(self._group) if self._group is not None else 1
-        return [total / world for total in self.sum(values)]
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Gather as many integers from every rank, in the order of the ranks."""
-        if self._group is None:
-            return [list(values)]
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-        answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(answers, mine, group=self._group)
-        return [answer.tolist() for answer in answers]

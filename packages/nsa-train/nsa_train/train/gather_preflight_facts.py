@@ -99,7 +99,7 @@ def gather(
         see_rule = f"the config cannot be computed: see the rule {broken_rule}"
         tried = DryRun.not_tried(see_rule if try_it else "no dry run was requested")
         if try_it or look_for_data:
-            tried = replace(tried, data=_look_for_data(config, target, folder, resuming))
+            tried = replace(tried, data=datasets.look_for_data(config, target, folder, resuming))
     held_out = DryRunAttempt(not_tried="no dry run was requested")
     if too_large := _too_large(_batch_bytes(config, config.train.batch_size), spare, "a batch"):
         held_out = DryRunAttempt(not_tried=too_large)
@@ -253,21 +253,6 @@ def smallest_world(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> Ran
         f"--nnodes {nodes[0]}:{nodes[1]} --nproc {nproc} allows {unfit[0]} nodes, and {why}: the run would end when a "
         f"node is lost or joins. Set --nnodes to numbers that all fit (of these: {fit}){fix}."
     )
-
-
-def _look_for_data(config: RunConfig, target: HardwareTarget, folder: FolderFacts, resuming: bool) -> DryRunAttempt:
-    """Whether the data exists. A run that resumes from a checkpoint checks that itself, and may wait for it."""
-    if config.data.synthetic_on_fail or (resuming and folder.checkpoints):
-        return DryRunAttempt(not_tried="the run itself checks it")
-    if place := datasets.remote_address(config):
-        return DryRunAttempt(not_tried=f"{place} is on another machine")
-    if not target.here:
-        return DryRunAttempt(not_tried=f"{target} is not here, so its disk could not be checked")
-    try:
-        datasets.find_data(config)
-    except NSAError as error:
-        return DryRunAttempt(problem=str(error))
-    return DryRunAttempt(not_tried="no batch was fetched: no dry run was requested")
 
 
 def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remote: bool) -> DryRunAttempt:

@@ -21,7 +21,7 @@ from nsa_train.config.setting_types import as_json, may_change_on_resume, plain
 from nsa_train.data.rows.specs import RowData
 from nsa_train.train import datasets
 from nsa_train.train.engine.checkpointer import VerifiedCheckpointer
-from nsa_train.train.start_options import StartOptions
+from nsa_train.train.start_options import StartOptions, is_exported_folder
 
 _VOCAB_KEY, _FFN_KEY = "model.vocab_size", "model.ffn_dim"
 
@@ -106,7 +106,7 @@ def find_initial_weights(
     are refused. Other shapes are refused when the weights are loaded; other settings may be wanted, e.g. for a longer
     context.
     """
-    if _is_exported_folder(init_from):
+    if is_exported_folder(init_from):
         if importer is None:
             raise CheckpointError(
                 f"{init_from} is a folder in Transformers' format: this run starts from checkpoints. Import it with "
@@ -120,11 +120,6 @@ def find_initial_weights(
     changes = changed_settings(trained.record, config, vocab_size)
     of_model = [change for change in changes if change.key.startswith(("model.", "nsa."))]
     return trained.path, [change for change in of_model if not change.allowed]
-
-
-def _is_exported_folder(path: Path) -> bool:
-    """Whether a folder is in Transformers' format, and not a run or a checkpoint."""
-    return (path / "config.json").exists() and not (path / names.CHECKPOINTS).exists()
 
 
 def _require_same_tokenizer(init_from: Path, trained: TrainedModel, config: RunConfig) -> None:

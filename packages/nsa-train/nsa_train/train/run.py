@@ -22,12 +22,13 @@ from nsa_train.record import halt_file
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.build_run import RunContext, build_trainer_of_run, check_inputs
 from nsa_train.train.callbacks.heartbeat_callback import kernel_choices
-from nsa_train.train.distributed import HostCollectives, RankInfo
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine.build import choose_device
 from nsa_train.train.engine.checkpointer import signing_key
 from nsa_train.train.engine.environment import on_first_rank, training_environment
 from nsa_train.train.engine.nan_guard import RollbackTrainer
 from nsa_train.train.gather_preflight_facts import require_preflight
+from nsa_train.train.host_collectives import HostCollectives
 from nsa_train.train.resume import WeightImporter
 from nsa_train.train.run_outputs import RunReport, RunReporter, SilentReporter
 from nsa_train.train.signal_handlers import SignalHandlers

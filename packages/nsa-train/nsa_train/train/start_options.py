@@ -7,6 +7,12 @@ from pathlib import Path
 
 from nsa.errors import CheckpointError
 from nsa_train import names
+from nsa_train.checkpoint.folder import CheckpointFolder, open_folder, resolve_links
+
+
+def is_exported_folder(path: Path) -> bool:
+    """Whether a folder is in Transformers' format, and not a run or a checkpoint."""
+    return (path / "config.json").exists() and not (path / names.CHECKPOINTS).exists()
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,22 @@ class StartOptions:
     def resuming(self) -> bool:
         return self.resume or self.resume_from is not None
 
-    def require_resume_folder(self) -> None:
-        """Refuse a --resume-from that does not exist."""
+    def require_folders(self, run_folder: Path) -> None:
+        """Refuse a --resume-from that does not exist, and an --init-from without weights, unless the run resumes. Files
+        are not opened."""
+        self._require_resume_folder()
+        starts_new = not self.resuming or not (
+            self.resume_from or CheckpointFolder(run_folder / names.CHECKPOINTS).steps()
+        )
+        if self.init_from is None or not starts_new or is_exported_folder(self.init_from):
+            return
+        source = resolve_links(self.init_from)
+        if names.step_of(source.name) is None and not (source / names.COMMIT).exists():
+            open_folder(self.init_from).require_steps()
+        elif not source.is_dir():
+            raise CheckpointError(f"--init-from is {self.init_from}, which does not exist. Name a run or a checkpoint.")
+
+    def _require_resume_folder(self) -> None:
         path = self.resume_from
         if path is None or path.is_dir():
             return

@@ -14,9 +14,10 @@ import torch
 from nsa.errors import DataError, NSAError
 from nsa_train.data.rows.batch import Batch, EndOfData
 from nsa_train.data.rows.specs import RowData
-from nsa_train.train.distributed import HostCollectives, RankInfo
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.data_loader import to_engine
+from nsa_train.train.host_collectives import HostCollectives
 
 # What reading or a forward pass raises; torch reports memory, shapes and devices by RuntimeError.
 _FAILURES = (NSAError, OSError, RuntimeError, ValueError)

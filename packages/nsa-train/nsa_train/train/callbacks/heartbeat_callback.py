@@ -23,8 +23,9 @@ from nsa_train import names
 from nsa_train.record.failure_codes import code_of_exception
 from nsa_train.record.heartbeat_record import ALIVE_EVERY_S, METRICS, RECORD_FIELDS, HeartbeatRecord
 from nsa_train.record.record_files import JsonLines
-from nsa_train.train.distributed import HostCollectives, RankInfo
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback, PathOrStr
+from nsa_train.train.host_collectives import HostCollectives
 
 
 def kernel_choices(train_module: Any, device: torch.device) -> tuple[BackendChoice, ...]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nsa.errors import ReplicaError
-from nsa_train.train.distributed import HostCollectives
 from nsa_train.train.engine import Callback
+from nsa_train.train.host_collectives import HostCollectives
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

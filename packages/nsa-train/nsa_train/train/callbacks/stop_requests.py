@@ -12,9 +12,10 @@ from nsa_train import names
 from nsa_train.record.events import EventKind
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
-from nsa_train.train.distributed import HostCollectives, RankInfo
+from nsa_train.train.distributed import RankInfo
 from nsa_train.train.engine import Callback
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback
+from nsa_train.train.host_collectives import HostCollectives
 from nsa_train.train.run_outputs import EventLogCallback
 from nsa_train.train.signal_handlers import SignalHandlers
 

@@ -39,9 +39,9 @@ from nsa_train import names
 from nsa_train.config.schema import TrainConfig
 from nsa_train.record.events import EventKind
 from nsa_train.train.callbacks.heartbeat_callback import HeartbeatCallback
-from nsa_train.train.distributed import HostCollectives
 from nsa_train.train.engine import Callback, PathOrStr
 from nsa_train.train.engine.checkpoint_callback import CheckpointCallback
+from nsa_train.train.host_collectives import HostCollectives
 from nsa_train.train.run_outputs import EventLogCallback
 
 _Range = tuple[int, int]
