@@ -20,7 +20,6 @@ from torchtitan.models.llama3.model import Llama3Model
 
 from nsa import AttentionConfig, Geometry, NSAAttention
 from nsa.core.attention_config import RopeConfig
-from nsa.core.init import init_weights
 
 
 class SparseAttention(BaseAttention):
@@ -38,7 +37,7 @@ class SparseAttention(BaseAttention):
         return self.layer(x, cu_doc_lens=None if attention_masks is None else attention_masks.cu_seq_q)
 
     def _init_self_parameters(self) -> None:
-        init_weights(self.layer)
+        self.layer.reset_parameters()
 
 
 class SparseLlama(Llama3Model):

@@ -1,12 +1,14 @@
 """Initial weights: what is drawn, with which standard deviation, and what does not depend on it."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from nsa.core.init import init_weights
+from nsa.core.layer_kinds import LAYER_KINDS
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.model.llama_block_nsa import LlamaBlockNSA
@@ -53,6 +55,51 @@ def test_the_standard_deviation_reaches_every_drawn_weight(options):
             torch.manual_seed(4)
             modules.append(nn.ModuleDict({"attention": part(**attention_args("tiny", **options, **change))}))
         require_raised(*modules)
+
+
+def layer(kind="nsa", **options) -> NSAAttention:
+    return NSAAttention(**attention_args("tiny", **options), kind=kind)
+
+
+MODULES = {
+    **{kind: partial(layer, kind) for kind in LAYER_KINDS},
+    **{str(options): partial(layer, **options) for options in (*LEARNED, dict(gate="tanh", qk_norm=True))},
+    "block": partial(LlamaBlockNSA, **attention_args("tiny", init_std=0.05), ffn_bias=True),
+    "model": partial(transformer, init_std=0.05),
+    "tied model": partial(transformer, tie_embeddings=True),
+    "model of kinds": partial(transformer, layers=["dense", "merged"]),
+}
+
+
+def reset(module: nn.Module, seed: int = 7) -> dict[str, torch.Tensor]:
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, math.nan)
+    torch.manual_seed(seed)
+    module.reset_parameters()
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_made_on_the_meta_device_gets_the_values_of_one_made_with_values(name):
+    torch.manual_seed(1)
+    drawn, values = MODULES[name](), reset(MODULES[name]())
+    with torch.device("meta"):
+        empty = MODULES[name]()
+    filled = reset(empty.to_empty(device="cpu"))
+    assert filled.keys() == values.keys() == drawn.state_dict().keys()
+    for key, value in values.items():
+        assert torch.equal(filled[key], value), key
+        own = drawn.state_dict()[key]
+        assert value.isfinite().all(), key
+        spread, expected = (x.double().std(correction=0).item() for x in (value, own))
+        assert spread == pytest.approx(expected, rel=0.3, abs=1e-9), key
+    assert len(list(empty.parameters())) == len(list(drawn.parameters()))
+
+
+def test_a_reset_model_shares_the_start_of_its_kinds_with_one_of_nsa_alone():
+    values, of_nsa = reset(transformer(layers=["dense", "window"])), reset(transformer())
+    for key in ("embeddings.weight", "blocks.0.attention.w_q.weight", "blocks.1.attention.w_out.weight"):
+        assert torch.equal(values[key], of_nsa[key]), key
 
 
 @pytest.mark.parametrize("std", [0, 0.0, -0.02, math.nan, math.inf])

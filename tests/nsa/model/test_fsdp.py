@@ -18,6 +18,36 @@ def world_of_one():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def second_of_four():
+    """A world of four in one process, whose collectives carry nothing: only what needs none can be right in it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [dict(phi="mlp", phi_pos_emb=True), dict(layers=["nsa", "merged"])], ids=str)
+def test_a_model_made_on_the_meta_device_and_sharded_gets_its_part_of_the_initial_values(second_of_four, options):
+    def model() -> NSATransformer:
+        return NSATransformer(50, n_layers=2, **attention_args("tiny", **options))
+
+    with torch.device("meta"):
+        sharded = model()
+    for block in sharded.blocks:
+        fully_shard(block)
+    fully_shard(sharded).to_empty(device="cpu")
+    whole = model()
+    for each in (sharded, whole):
+        torch.manual_seed(3)
+        each.reset_parameters()
+    for name, parameter in whole.named_parameters():
+        parts = parameter.chunk(4)
+        mine = parts[1] if len(parts) > 1 else parameter[:0]
+        assert torch.equal(sharded.get_parameter(name).to_local(), mine), name
+
+
 def sharded_step(options: dict, packed: bool, **policy: bool) -> tuple[torch.Tensor, dict, set]:
     """Loss, gradients and the dtypes of the RoPE tables that layers received, of a model in bf16."""
     torch.manual_seed(0)

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from nsa_train.train.engine.mixer import NSAMixerConfig, fill
+from nsa.core.initial_values import fill
+from nsa_train.train.engine.mixer import NSAMixerConfig
 from tests import fork_server
 from tests.attention_options import PHIS, YARN
 from tests.nsa_train.train.runs import environment

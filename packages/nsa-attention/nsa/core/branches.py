@@ -4,12 +4,14 @@ B batch · S tokens · D model dim · G kv groups · R heads per group · X gate
 V value dim · N chosen blocks · 3 branches
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nsa.core.attention_config import GateConfig
+from nsa.core.initial_values import draw
 
 BRANCH_ORDER = ("compressed", "selected", "sliding")
 ATTENTION_PARTS = ("select", *BRANCH_ORDER)
@@ -64,13 +66,13 @@ class GateProjection(nn.Linear):
         self._branches, self._sliding_init, self._zeros = BRANCH_ORDER[:n_branches], sliding_init, zeros
 
     def init_weights(self) -> None:
-        nn.init.zeros_(self.bias)
-        if self._zeros:
-            nn.init.zeros_(self.weight)
-            return
-        nn.init.normal_(self.weight, std=_GATE_STD)
-        if "sliding" in self._branches:
-            nn.init.constant_(self.bias[self._branches.index("sliding") :: len(self._branches)], self._sliding_init)
+        draw(self.bias, self._start_bias)
+        draw(self.weight, nn.init.zeros_ if self._zeros else partial(nn.init.normal_, std=_GATE_STD))
+
+    def _start_bias(self, bias: Tensor) -> None:
+        nn.init.zeros_(bias)
+        if "sliding" in self._branches and not self._zeros:
+            nn.init.constant_(bias[self._branches.index("sliding") :: len(self._branches)], self._sliding_init)
 
 
 class BranchGates(nn.Module):

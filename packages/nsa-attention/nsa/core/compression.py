@@ -4,6 +4,7 @@ B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nsa.core.attention_config import INIT_STD, AttentionConfig
+from nsa.core.initial_values import draw
 from nsa.core.pooling import OPERATORS, PoolingOperator
 from nsa.kernels.precision import einsum
 
@@ -41,13 +43,12 @@ class BlockCompressor(nn.Module):
     def operator(self) -> PoolingOperator:
         return OPERATORS[self.phi]
 
-    @torch.no_grad()
     def reset_parameters(self, std: float = INIT_STD) -> None:
         """std: of `pos_emb`."""
         if self.pos_emb is not None:
-            self.pos_emb.normal_(std=std)
+            draw(self.pos_emb, partial(nn.init.normal_, std=std))
         for name, parameter in self.operator.parameters(self.l, self.width).items():
-            parameter.start(self.get_parameter(name))
+            draw(self.get_parameter(name), parameter.start)
 
     def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
         """Compress the l tokens that start at each `begin`: [B, C, G, X]."""

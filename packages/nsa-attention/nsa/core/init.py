@@ -1,6 +1,7 @@
 """Weight initialisation of one layer and of whole models."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from nsa.core.attention_config import INIT_STD
 from nsa.core.branches import GateProjection
 from nsa.core.compression import BlockCompressor
+from nsa.core.initial_values import draw
 
 
 def init_weights(root: nn.Module, n_layers: int | None = None, std: float = INIT_STD) -> None:
@@ -30,13 +32,13 @@ def init_module(name: str, module: nn.Module, n_layers: int | None = None, std: 
         own_std = std
         if n_layers is not None and (name.endswith("attention.w_out") or name.endswith("feed_forward.w2")):
             own_std = std / (2 * n_layers) ** 0.5
-        nn.init.normal_(module.weight, std=own_std)
+        draw(module.weight, partial(nn.init.normal_, std=own_std))
         if module.bias is not None:
-            nn.init.zeros_(module.bias)
+            draw(module.bias, nn.init.zeros_)
     elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=std)
+        draw(module.weight, partial(nn.init.normal_, std=std))
     elif isinstance(module, nn.RMSNorm):
-        nn.init.ones_(module.weight)
+        draw(module.weight, nn.init.ones_)
     elif isinstance(module, BlockCompressor):
         module.reset_parameters(std)
 

@@ -9,8 +9,10 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
+from nsa.core.attention_config import AttentionConfig
 from nsa.core.branches import BRANCH_ORDER
 from nsa.core.cache_pages import ExclusiveUse
+from nsa.core.initial_values import fill
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import PositionOptions, Positions
@@ -79,12 +81,24 @@ def layer_of_kind(kind: AttentionKind, whole: NSAAttention) -> NSAAttention:
     """A layer of the same config, with the values that `whole`, an NSA layer, has for its parameters."""
     if kind == whole.kind:
         return whole
-    with torch.device("meta"):
-        layer = NSAAttention(whole.config, kind=kind, kernels=whole.kernels)
-    weight = whole.w_q.weight
-    values = _layer_parameters(layer, whole.state_dict())
-    layer.to_empty(device=weight.device).to(weight.dtype).load_state_dict(values)
+    layer = empty_layer(whole.config, kind, whole)
+    take_values(layer, whole)
     return layer
+
+
+def empty_layer(config: AttentionConfig, kind: AttentionKind, like: NSAAttention) -> NSAAttention:
+    """A layer whose values are not set, on the device and in the dtype of another one, with its backends."""
+    with torch.device("meta"):
+        layer = NSAAttention(config, kind=kind, kernels=like.kernels)
+    weight = like.w_q.weight
+    return layer.to_empty(device=weight.device).to(weight.dtype)
+
+
+def take_values(layer: NSAAttention, whole: NSAAttention) -> None:
+    """Set the parameters of a layer to those of an NSA layer, in place."""
+    parameters = dict(layer.named_parameters())
+    for name, values in _layer_parameters(layer, whole.state_dict()).items():
+        fill(parameters[name], values)
 
 
 def locate_layers(

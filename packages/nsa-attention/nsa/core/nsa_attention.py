@@ -88,7 +88,13 @@ class NSAAttention(nn.Module):
             self.phi_v = BlockCompressor.of_config(c, c.d_v)
             self.gates = BranchGates(c.dim, c.n_kv_groups, shape.heads_per_group, c.gate, len(self.branches))
         self.w_out = nn.Linear(c.n_heads * c.d_v, c.dim, bias=c.out_bias)
-        init_weights(self, std=c.init_std)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values in place, as the constructor does; also of sharded parameters (FSDP2), for a layer made
+        on the meta device and then given memory by `to_empty`. Call it on the layer or the model, not on every part:
+        linear layers are torch's, whose own method draws other values."""
+        init_weights(self, std=self.config.init_std)
 
     @property
     def attention_layer(self) -> Self:

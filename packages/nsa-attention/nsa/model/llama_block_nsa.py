@@ -58,7 +58,11 @@ class LlamaBlockNSA(nn.Module):
         self.attention = NSAAttention(config, kind=kind, kernels=kernels)
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = FeedForward(dim, ffn_dim or default_ffn_dim(dim), ffn_bias)
-        init_weights(self, std=config.init_std)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values, as `NSAAttention.reset_parameters`."""
+        init_weights(self, std=self.attention.config.init_std)
 
     def forward(self, x_BSD: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """`options` are those of `NSAAttention.forward`: cache, cu_doc_lens, attention_mask, …"""

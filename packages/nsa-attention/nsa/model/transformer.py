@@ -13,7 +13,7 @@ from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
 from nsa.core.kv_cache import LayerCache
 from nsa.core.layer_pattern import broken_pattern_rules, layer_config, repeated
-from nsa.core.model_layers import NSACache, embedded, layer_of_kind, locate_layers
+from nsa.core.model_layers import NSACache, embedded, empty_layer, layer_of_kind, locate_layers, take_values
 from nsa.core.positions import PositionOptions, SequenceOptions
 from nsa.core.selector_loss_sampling import LossLabels, average_over_layers
 from nsa.errors import ConfigError, require_rules
@@ -102,25 +102,45 @@ class NSATransformer(nn.Module):
         kinds = repeated(layers, n_layers)
         pairs = zip(kinds, repeated(rope_layers, n_layers), strict=True)
         self.tie_embeddings = tie_embeddings
+        self._attention_configs = [layer_config(config, kind, rope, window) for kind, rope in pairs]
         self.embeddings = nn.Embedding(vocab_size, dim)
         self.blocks = nn.ModuleList(
             LlamaBlockNSA(
-                layer_config(config, kind, rope, window),
+                attention,
                 ffn_dim=ffn_dim,
                 ffn_bias=ffn_bias,
                 post_norm=post_norm,
                 norm_eps=norm_eps,
                 kernels=kernels,
             )
-            for kind, rope in pairs
+            for attention in self._attention_configs
         )
         self.lm_head = LMHead(dim, vocab_size, norm_eps)
-        if tie_embeddings:
-            self.lm_head.w_out.weight = self.embeddings.weight
-        init_weights(self, n_layers, config.init_std)
+        self.reset_parameters()
         for block, kind in zip(self._blocks(), kinds, strict=True):
             block.attention = layer_of_kind(kind, block.attention)
         average_over_layers(self)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values, as `NSAAttention.reset_parameters`. A layer of another kind takes its own from an NSA
+        layer."""
+        if self.tie_embeddings and self.lm_head.w_out.weight is not self.embeddings.weight:  # `to_empty` separates them
+            self.lm_head.w_out.weight = self.embeddings.weight
+        blocks = self._blocks()
+        layers = [block.attention for block in blocks]
+        wholes = [
+            layer if layer.kind == "nsa" else empty_layer(config, "nsa", layer)
+            for layer, config in zip(layers, self._attention_configs, strict=True)
+        ]
+        drawn = [
+            nn.ModuleDict({**dict(block.named_children()), "attention": whole})
+            for block, whole in zip(blocks, wholes, strict=True)
+        ]
+        parts = {"embeddings": self.embeddings, "blocks": nn.ModuleList(drawn), "lm_head": self.lm_head}
+        init_weights(nn.ModuleDict(parts), len(blocks), self._attention_configs[0].init_std)
+        for layer, whole in zip(layers, wholes, strict=True):
+            if layer is not whole:
+                take_values(layer, whole)
 
     def forward(
         self, tokens_BS: Tensor, *, cache: NSACache | None = None, **options: Unpack[SequenceOptions]

@@ -13,10 +13,10 @@ from olmo_core.nn.attention import (
 )
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nsa.core.attention_config import AttentionConfig, attention_config
 from nsa.core.init import init_weights
+from nsa.core.initial_values import fill
 from nsa.core.layer_pattern import layer_config
 from nsa.core.model_layers import AttentionHolder, layer_of_kind
 from nsa.core.nsa_attention import NSAAttention
@@ -125,9 +125,8 @@ class NSAMixer(AttentionHolder, SequenceMixer):
             whole = NSAAttention(config, kernels=kernels)
             init_weights(nn.ModuleDict({"attention": whole}), num_blocks, config.init_std)
             values = dict(layer_of_kind(self.layer.kind, whole).named_parameters())
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                fill(parameter, values[name].detach())
+        for name, parameter in self.named_parameters():
+            fill(parameter, values[name].detach())
 
     def apply_tp(self, tp_mesh: DeviceMesh, *, float8_enabled: bool = False, **layouts: Any) -> None:
         assert not float8_enabled  # no setting asks for it
@@ -141,14 +140,3 @@ class NSAMixer(AttentionHolder, SequenceMixer):
     ) -> None:
         """The engine's styles choose the split of rows: `ring` zig-zag, `uly` contiguous; the exchange is ours."""
         self.context = context_group(cp_mesh, zigzag=ring is not None)
-
-
-def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of a whole parameter into it. Nothing is sent: every rank must have the same values."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    # torch cannot scatter a tensor whose axis is sharded by two kinds of parallelism into parts of different sizes.
-    mesh, placements = parameter.device_mesh, parameter.placements
-    part = distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
-    parameter.to_local().copy_(part.to_local())

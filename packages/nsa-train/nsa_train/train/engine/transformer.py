@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from nsa.core.init import InitSkipped
+from nsa.core.initial_values import fill
 from nsa.core.layer_pattern import repeated
 from nsa.core.model_layers import locate_layers
 from nsa.core.probe import attention_layers
@@ -35,7 +36,7 @@ from nsa.kernels.checkpoint_policy import keep_operators
 from nsa.model.loss import IGNORE, ScoreSums, linear_cross_entropy, linear_score_sums
 from nsa_train.config.schema import RunConfig
 from nsa_train.run_model import freeze_others
-from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig, fill
+from nsa_train.train.engine.mixer import NSAMixer, NSAMixerConfig
 from nsa_train.train.parallel.context_parallel import ContextGroup, own_layer_positions, own_tokens
 
 SCORE_SUMS = "score_sums"
