@@ -28,6 +28,13 @@ _MOST_CHARACTERS = 300
 class ChildFailed(NSAError):
     """A child process died, took too long or broke a limit; the text says which."""
 
+    returncode: int | None = None
+    """Of the child, if it died; the negative of the signal's number if one killed it."""
+
+
+class ChildTimeout(ChildFailed):
+    """A child process sent nothing for too long."""
+
 
 class ChildProcess:
     """A child process, seen from its parent. The end of the block, or of this object, kills it and its descendants."""
@@ -79,7 +86,7 @@ class ChildProcess:
             if (why := watch()) is not None:
                 raise ChildFailed(f"{self._name} was ended {why}")
             if time.monotonic() > deadline:
-                raise ChildFailed(f"{self._name} sent no message for {silence_s:.0f} s")
+                raise ChildTimeout(f"{self._name} sent no message for {silence_s:.0f} s")
             if readable(stdout, _WATCH_S):
                 read = os.read(stdout, 1 << 16)
                 if not read:
@@ -106,7 +113,9 @@ class ChildProcess:
         while (message := self.receive(silence_s, late_or_watched)) is not None:
             yield message
         if why := self.failure():
-            raise ChildFailed(why)
+            error = ChildFailed(why)
+            error.returncode = self._process.returncode
+            raise error
 
     def failure(self) -> str | None:
         """Why the child, which has closed its output, failed; None if it did not."""

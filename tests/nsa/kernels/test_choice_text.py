@@ -51,4 +51,11 @@ def test_fast_and_requested_backends_are_not_warned_about():
     assert slow_kernels_warning(choices(), "cpu") is None
     assert slow_kernels_warning(choices("triton", verified=True), "cuda") is None
     assert slow_kernels_warning(choices("portable", requested=True), "cuda") is None
-    assert slow_kernels_warning(choices("portable", PassedOver("cpu", "it runs on a CPU")), "mps") is None
+    slower = PassedOver("triton", "right, but slower on this GPU: 9 ms", slower=True)
+    assert slow_kernels_warning(choices("portable", slower), "cuda") is None
+
+
+def test_devices_without_fast_kernels_are_warned_about():
+    portable = choices("portable", PassedOver("cpu", "it runs on a CPU"))
+    assert "none of the fast backends runs on mps" in slow_kernels_warning(portable, "mps")
+    assert slow_kernels_warning(choices("portable", requested=True), "xpu") is None

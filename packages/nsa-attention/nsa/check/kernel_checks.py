@@ -7,10 +7,11 @@ B batch · S queries · G kv groups · R heads per group · X gates per group ·
 """
 
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from nsa.check.comparison import (
 from nsa.check.decode_case import DecodeCase, MergedDecodeCase
 from nsa.check.kernel_call import ALL_NAMES, CPU, NAMES, KernelCall
 from nsa.child_process import answer_parent
+from nsa.core.positions import plain_layout
 from nsa.geometry import Geometry
 from nsa.kernels import reference
 from nsa.kernels.cpu.build import set_cache_folder
@@ -41,6 +43,7 @@ from nsa.kernels.triton.tile_store import set_tuning
 
 ATTENTION = ("compressed", "selected", "sliding")
 _MOST_THREADS = 16  # of the compiler and of the reference
+TIMED = "layer time"
 
 
 class _CheckedPart(NamedTuple):
@@ -169,6 +172,49 @@ class _MixCase:
         return compare(name, self.dtype, got, truth, plain)
 
 
+def _layer_seconds(
+    shape: KernelShape, length: int, runs: int, device: torch.device, dtype: torch.dtype, backend: str
+) -> float:
+    """The shortest time of all branches of a layer, forward and backward, on a row of one document; without `runs` that
+    of the first one, which compiles."""
+    functions, together = BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
+    g, groups = shape.geometry, shape.n_kv_groups
+    pos, start, first = plain_layout(1, length, g, device)[:3]
+    drawn = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
+    heads = (1, length, groups, shape.heads_per_group)
+    q, dout = drawn(*heads, shape.d_k), torch.randn(*heads, shape.d_v, device=device, dtype=dtype)
+    lengths = (g.n_compressed(length), length)
+    compressed, raw = ([drawn(1, n, groups, width) for width in (shape.d_k, shape.d_v)] for n in lengths)
+    choosing: dict[str, Any] = dict(geometry=g, scale=float(shape.d_k**-0.5))
+
+    def run() -> float:
+        began = time.perf_counter()
+        if together is None:
+            out = functions.compressed(q, *compressed, pos, first, **choosing)
+            idx = functions.select(q, compressed[0], pos, first, **choosing)
+        else:
+            out, idx = together(q, *compressed, pos, first, **choosing)
+        selected = functions.selected(q, *raw, idx, pos, start, **choosing)
+        sliding = functions.sliding(q, *raw, pos, start, **choosing)
+        outputs: Any = (out, selected, sliding)
+        torch.autograd.grad(outputs, (q, *compressed, *raw), (dout, dout, dout))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    seconds = [run() for _ in range(1 + runs)]
+    return min(seconds[1:] or seconds)
+
+
+def _layer_times(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Time of a layer by backend; without one whose memory the GPU does not have."""
+    times, (length, runs) = {}, (4096, 3) if device.type == "cuda" else (shape.geometry.l_sel + 1, 0)
+    for backend in (BACKEND, "portable"):
+        with suppress(torch.OutOfMemoryError):
+            times[backend] = _layer_seconds(shape, length, runs, device, dtype, backend)
+    return times
+
+
 def compile_ahead(parts: Iterable[_CheckedPart], threads: int) -> None:
     """Compile the kernels of these parts in several threads, before any of them runs.
 
@@ -199,6 +245,14 @@ def main() -> None:
 
 def _check_kernels(write: Callable[..., None], **request: Any) -> None:
     """`request`: `CheckRequest.arguments`."""
+    try:
+        _check_and_time(write, **request)
+    except (OSError, ImportError, subprocess.SubprocessError):  # a full disk, a compiler that failed: no kernel's fault
+        write(kind="environment")
+        raise
+
+
+def _check_and_time(write: Callable[..., None], **request: Any) -> None:
     began = time.perf_counter()
     device, dtype = torch.device(request["device"]), getattr(torch, request["dtype"])
     set_cache_folder(Path(request["folder"]))
@@ -232,4 +286,7 @@ def _check_kernels(write: Callable[..., None], **request: Any) -> None:
         results = _check_part(part, device)
         write(kind="figures", figures=[dict(name=r.claim, error=r.measured, limit=r.limit) for r in results])
         write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
+    if (on_gpu and not request["parts"]) or TIMED in request["parts"]:
+        write(kind="begin", part=TIMED)
+        write(kind="times", times=_layer_times(shape, device, dtype))
     write(kind="done")

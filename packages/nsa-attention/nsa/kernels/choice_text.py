@@ -35,10 +35,15 @@ def reason_text(choices: Sequence[BackendChoice]) -> str:
 
 def slow_kernels_warning(choices: Sequence[BackendChoice], device_type: str) -> str | None:
     """Warn which branches run on a slow backend without a request, why, and what it costs; None if none does."""
-    fastest = _FASTEST.get(device_type)
-    slow = [choice for choice in choices if choice.backend != fastest and not choice.requested]
-    if fastest is None or not slow:
+    fastest = _FASTEST.get(device_type, "")
+    slow = [c for c in choices if c.backend != fastest and not (c.requested or c.is_fastest)]
+    if not slow or device_type == "meta":
         return None
+    if not fastest:
+        return (
+            f"slow kernels: none of the fast backends runs on {device_type}, where PyTorch's operators compute every "
+            f"branch (portable). Train and serve on a CPU, or on a GPU of NVIDIA or AMD."
+        )
     branches = "all branches run" if len(slow) == len(choices) else f"{', '.join(c.branch for c in slow)}: this runs"
     why = dict.fromkeys(choice.why_not(fastest) or "it runs only when requested by name" for choice in slow)
     backends = ", ".join(dict.fromkeys(choice.backend for choice in slow))

@@ -65,6 +65,8 @@ class PassedOver(NamedTuple):
 
     backend: str
     why: str
+    slower: bool = False
+    """It is right, and took longer than the one that is used, on this GPU."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,16 @@ class BackendChoice:
             return "requested by name"
         if self.verified:
             return "verified on this GPU"
-        return "; ".join(f"{name}: {why}" for name, why in self.passed_over) or "first choice"
+        return "; ".join(f"{refused.backend}: {refused.why}" for refused in self.passed_over) or "first choice"
+
+    @property
+    def is_fastest(self) -> bool:
+        """Whether a backend that is faster on other GPUs took longer here."""
+        return any(refused.slower for refused in self.passed_over)
 
     def why_not(self, backend: str) -> str | None:
         """Why this backend was passed over; None if it was not."""
-        return dict(self.passed_over).get(backend)
+        return next((refused.why for refused in self.passed_over if refused.backend == backend), None)
 
 
 class KernelPlan(NamedTuple):
@@ -252,11 +259,11 @@ def _select_backend(
             refused.append(PassedOver(backend.name, reason))
         elif verify is None:
             return BackendChoice(branch, backend.name, tuple(refused))
-        elif (verdict := verify(device, dtype, shape)).passed:
+        elif (verdict := verify(device, dtype, shape)).usable:
             return BackendChoice(branch, backend.name, tuple(refused), verified=True)
         else:
-            refused.append(PassedOver(backend.name, verdict.summary))
-    reasons = "; ".join(f"{name}: {why}" for name, why in refused)
+            refused.append(PassedOver(backend.name, verdict.summary, slower=bool(verdict.slower)))
+    reasons = "; ".join(f"{one.backend}: {one.why}" for one in refused)
     raise KernelUnavailable(
         f"kernels.{branch}='auto' finds no backend for {dtype} on {device} ({reasons}). Use a floating-point dtype."
     )

@@ -3,7 +3,11 @@
 Records are JSON files in the kernel cache folder (runtime.kernel_cache), one per GPU, driver, versions, sources, shape
 and dtype. A file's name holds a hash of that key, and the file the key itself. One process checks while the others wait
 for the lock and then read. Every process logs a failed verdict once. The check covers the run's shape and dtype, with
-and without autocast. The child runs `nsa.check.kernel_checks.main`: this module starts it by name and imports no check.
+and without autocast, and times a layer beside the portable backend. The child runs `nsa.check.kernel_checks.main`: this
+module starts it by name and imports no check.
+
+A check that the machine did not let finish (no memory, a busy GPU, no message for too long) says nothing about the
+kernels: its record is a note for the processes that waited for it, and the next process checks again.
 """
 
 import hashlib
@@ -11,17 +15,18 @@ import json
 import logging
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from nsa.child_process import ChildFailed, ChildProcess
+from nsa.child_process import ChildFailed, ChildProcess, ChildTimeout
 from nsa.errors import ConfigError
 from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
@@ -42,8 +47,6 @@ _SOURCES = (
     *(f"check/{name}.py" for name in ("cases", "comparison", "decode_case", "kernel_call", "kernel_checks")),
 )
 """What a record is no longer true for when it changes."""
-_RETRY_AFTER_S = 600.0
-"""A check that failed for want of memory or because the GPU was busy is repeated after this time."""
 _ABOUT_S = 30
 """What a check is expected to take, compilation included."""
 _SILENCE_TIMEOUT_S = 300.0
@@ -58,6 +61,9 @@ _HINTS = {
     "out of memory": f"The GPU has too little free memory for the check: run it before anything else: {_RERUN}",
 }
 """By words of the child's output."""
+_ENVIRONMENT_HINT = f"This says nothing about the kernels. Mend that, or check on an idle machine: {_RERUN}"
+_MARGIN = 1.1
+"""How many times longer than the portable backend Triton must take to be passed over."""
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -80,13 +86,21 @@ class KernelVerdict:
     evidence: str = ""
     """The record's file, if there is one."""
     checked: bool = True
-    """False: there was no GPU to check it on."""
+    """False: there was no GPU to check it on, or the machine did not let the check finish."""
+    slower: str = ""
+    """Its time beside the portable backend's, if it is right and takes longer."""
+
+    @property
+    def usable(self) -> bool:
+        return self.passed and not self.slower
 
     @property
     def summary(self) -> str:
         """Why it is not used, in one line."""
         evidence = f" (evidence: {self.evidence})" if self.evidence else ""
-        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else self.reason
+        if self.slower:
+            return f"right, but slower on this GPU: {self.slower}{evidence}"
+        return f"failed its check on this GPU: {self.reason}{evidence}" if self.checked else f"{self.reason}{evidence}"
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,17 @@ class CheckRecord:
     """The last lines of the child's output, its traceback among them, if it failed."""
     time: float = field(default_factory=time.time)
     transient: bool = False
-    """Failed for want of memory or because the GPU was busy."""
+    """The machine did not let the check finish: nothing is said about the kernels."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds of a layer, forward and backward, by backend; empty if it was not timed."""
+
+    @property
+    def slower(self) -> str:
+        """The times, if Triton took clearly longer than the portable backend."""
+        ours, others = self.times.get("triton", 0.0), self.times.get("portable", float("inf"))
+        if not self.passed or ours <= _MARGIN * others:
+            return ""
+        return f"{1e3 * ours:.3g} ms a layer, forward and backward, the portable backend {1e3 * others:.3g} ms"
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
@@ -166,6 +190,7 @@ class RecordStore:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", key.gpu).strip("-")
         digest = hashlib.sha256(json.dumps(asdict(key), sort_keys=True).encode()).hexdigest()[:16]
         self.key, self.path = key, folder / f"self_check_{name}_{key.dtype}_{digest}.json"
+        self.note = folder / f"not_checked_{name}_{key.dtype}_{digest}.json"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -180,21 +205,32 @@ class RecordStore:
                 held.enter_context(file_lock(lock, mode=0o600))
             yield
 
-    def read(self) -> CheckRecord | None:
+    def path_of(self, record: CheckRecord) -> Path:
+        return self.note if record.transient else self.path
+
+    def read(self, notes_since: float = float("inf")) -> CheckRecord | None:
+        """The verdict, or a note of a check that could not finish and ended at this time or later."""
+        verdict = self._read(self.path)
+        if verdict is not None and not verdict.transient:
+            return verdict
+        note = self._read(self.note) if notes_since < float("inf") else None
+        return note if note is not None and note.time >= notes_since else None
+
+    def _read(self, path: Path) -> CheckRecord | None:
         try:
-            record = CheckRecord.from_json(json.loads(self.path.read_text(encoding="utf-8")))
+            record = CheckRecord.from_json(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            _log.warning("%s is no record of a self-check (%r): it is ignored and replaced.", self.path, error)
+            _log.warning("%s is no record of a self-check (%r): it is ignored and replaced.", path, error)
             return None
         if record.key != self.key:
-            _log.warning("%s is the record of another check: it is ignored and replaced.", self.path)
+            _log.warning("%s is the record of another check: it is ignored and replaced.", path)
             return None
-        return None if record.transient and time.time() - record.time > _RETRY_AFTER_S else record
+        return record
 
     def write(self, record: CheckRecord) -> None:
-        write_atomic(self.path, record.to_json(), durable=True, many_writers=True, mode=0o600)
+        write_atomic(self.path_of(record), record.to_json(), durable=True, many_writers=True, mode=0o600)
 
 
 def key_for(
@@ -266,13 +302,16 @@ def _verified_once(index: int, dtype: torch.dtype, shape: KernelShape, tuned: bo
     verdict = verify(request)
     if not verdict.passed:
         _log.warning("%s", _warning_text(request.key, verdict))
+    elif verdict.slower:
+        _log.warning("the Triton kernels are right on %s and not used: %s", request.key.gpu, verdict.slower)
     return verdict
 
 
 def _warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
     bar = "!" * 100
+    what = "FAILED their check on this GPU" if verdict.checked else "could NOT BE CHECKED on this GPU"
     return (
-        f"the Triton kernels FAILED their check on this GPU\n{bar}\n"
+        f"the Triton kernels {what}\n{bar}\n"
         f"!! The Triton kernels are NOT used on {key.gpu}: {verdict.reason}\n"
         f"!! kernels=auto takes the portable backend instead, which is many times slower.\n"
         f"!! Evidence: {verdict.evidence or 'not kept on disk'}\n"
@@ -282,26 +321,26 @@ def _warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
 
 def verify(request: CheckRequest, *, rerun: bool = False) -> KernelVerdict:
     """From the record, or by a check, which is then recorded; `rerun`: check whatever the record says."""
-    store = RecordStore(request.folder, request.key)
+    store, began = RecordStore(request.folder, request.key), time.time()
     if not rerun and (known := store.read()):
         return _verdict(known, store.path)
     with ExitStack() as held:
-        path: Path | None = store.path
+        writable = True
         try:
             held.enter_context(store.locked())
         except OSError as error:
             _say_not_kept(request, error)
-            path = None
-        known = None if rerun else store.read()  # another process may have written it in the meantime
+            writable = False
+        known = None if rerun else store.read(notes_since=began)  # another process may have written it in the meantime
         if known is None:
             known = _run_check(request)
             try:
-                if path:
+                if writable:
                     store.write(known)
             except OSError as error:
                 _say_not_kept(request, error)
-                path = None
-        return _verdict(known, path)
+                writable = False
+        return _verdict(known, store.path_of(known) if writable else None)
 
 
 def _say_not_kept(request: CheckRequest, error: OSError) -> None:
@@ -312,11 +351,12 @@ def _say_not_kept(request: CheckRequest, error: OSError) -> None:
 
 
 def _verdict(record: CheckRecord, path: Path | None) -> KernelVerdict:
-    return KernelVerdict(record.passed, record.reason, str(path or ""))
+    checked = not record.transient
+    return KernelVerdict(record.passed, record.reason, str(path or ""), checked=checked, slower=record.slower)
 
 
 def _run_check(request: CheckRequest) -> CheckRecord:
-    """Run the check in a child process: every failure there becomes a verdict."""
+    """Run the check in a child process: every failure there becomes a verdict, or a note on the machine."""
     key = request.key
     _log.warning(
         "checking Triton kernels on %s, %s (once per GPU, driver and version; about %d s)", key.gpu, key.dtype, _ABOUT_S
@@ -324,7 +364,8 @@ def _run_check(request: CheckRequest) -> CheckRecord:
     began = said = time.monotonic()
     figures: list[KernelError] = []
     seconds: dict[str, float] = {}
-    part, done, why, lines = "start", False, "", []
+    times: dict[str, float] = {}
+    part, done, why, hint, lines = "start", False, "", "", []
     command = ("-P", "-c", _PROGRAM, str(request.package.parent))
     try:
         with ChildProcess("the process", command, _clean_environment(interpret=request.device.type == "cpu")) as child:
@@ -340,35 +381,45 @@ def _run_check(request: CheckRequest) -> CheckRecord:
                             figures += map(KernelError.from_json, compared)
                         case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
                             seconds[what] = round(took, 2)
+                        case {"kind": "times", "times": dict(seconds_of)}:
+                            times = {str(backend): float(took) for backend, took in seconds_of.items()}
+                        case {"kind": "environment"}:
+                            hint = _ENVIRONMENT_HINT
                         case {"kind": "done"}:
                             done = True
             finally:
                 lines = child.output_lines()
     except ChildFailed as error:
         why = str(error)
+        if isinstance(error, ChildTimeout) or error.returncode == -signal.SIGKILL:
+            hint = _ENVIRONMENT_HINT
     except (ValueError, TypeError, KeyError, OSError) as error:
         why = f"it cannot be started, or its output not read ({error!r})"
+        hint = _ENVIRONMENT_HINT if isinstance(error, OSError) else ""
     seconds["all"] = round(time.monotonic() - began, 2)
-    return _record(key, figures, seconds, lines, part, "" if done and not why else why or "it ended too early")
+    why = "" if done and not why else why or "it ended too early"
+    if why:
+        hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), hint)
+    record = _record(key, figures, seconds, lines, f"{part}: {why}" if why else "", hint)
+    if record.passed:
+        _log.warning("Triton kernels verified on %s in %.0f s", key.gpu, seconds["all"])
+    return replace(record, times=times)
 
 
 def _record(
-    key: CheckKey, figures: list[KernelError], seconds: dict[str, float], lines: list[str], part: str, why: str
+    key: CheckKey, figures: list[KernelError], seconds: dict[str, float], lines: list[str], why: str, hint: str
 ) -> CheckRecord:
-    wrong = [figure for figure in figures if not figure.holds]
-    hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), "") if why else ""
-    reason = ""
+    """`why`: what ended the child, if anything; `hint`: what to do about it if the kernels are not to blame."""
+    wrong, reason = [figure for figure in figures if not figure.holds], ""
     if wrong:
         others = f", and {len(wrong) - 1} more figures" if len(wrong) > 1 else ""
         reason = f"{wrong[0]}{others}"
     elif why:
-        reason = f"{part}: {why}" + (f". {hint}" if hint else "")
+        reason = why + (f". {hint}" if hint else "")
     elif not figures:
         reason = "nothing was compared"
     tail = lines[-_MOST_LINES:] if reason else []
-    if not reason:
-        _log.warning("Triton kernels verified on %s in %.0f s", key.gpu, seconds["all"])
-    return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(hint))
+    return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(why and hint and not wrong))
 
 
 def _clean_environment(*, interpret: bool) -> dict[str, str]:

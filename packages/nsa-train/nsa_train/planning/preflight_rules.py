@@ -142,7 +142,7 @@ def _fast_kernels(facts: PreflightFacts) -> RuleFinding:
     if facts.kernels_problem is not None:
         return RuleFinding(False, facts.kernels_problem, "Set kernels.*=auto, and unset NSA_KERNEL.")
     if facts.kernels is not None:
-        slow = [choice.branch for choice in facts.kernels if choice.backend != fastest]
+        slow = [choice.branch for choice in facts.kernels if choice.backend != fastest and not choice.is_fastest]
         what = f"kernels: {kernels_text(facts.kernels)}"
     else:
         requested = wanted_kernels(facts.config)._asdict()
