@@ -43,6 +43,8 @@ class IndexingWithoutDevice(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             return _indexed(*args)
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            return torch.ops.aten._to_copy(args[0], device=args[1])
         if func is Tensor.__setitem__:
             x, index, value = args
             parts = index if isinstance(index, tuple) else (index,)
@@ -156,11 +158,11 @@ def meta_attention(**options: Any) -> NSAAttention:
         return NSAAttention(**options, kernels="portable")
 
 
-def fake_attention(dtype: torch.dtype = torch.float32, **options: Any) -> NSAAttention:
+def fake_attention(dtype: torch.dtype = torch.float32, device: str = "cuda", **options: Any) -> NSAAttention:
     """A module with uninitialised weights on the fake device; call it inside `fake_gpu`."""
     module = meta_attention(**options)
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, device="cuda", dtype=dtype)
+            empty = torch.empty(parameter.shape, device=device, dtype=dtype)
             setattr(part, name, nn.Parameter(empty))
     return module

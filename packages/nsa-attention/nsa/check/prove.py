@@ -20,6 +20,7 @@ from nsa.core.branches import BRANCH_ORDER
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.probe import probing
 from nsa.core.rope import rotate
+from nsa.kernels.precision import widest_float
 
 _DENSE: dict[str, dict[str, Any]] = {"sliding": dict(w=MODULE.length), "selected": dict(n_sel=10)}
 """Sizes with which a branch attends to all keys."""
@@ -49,8 +50,8 @@ def _against_dense(case: ModuleCase, claim: str, branch: str) -> CheckResult:
     assert module.gates is not None
     module.gates.proj.weight.zero_()
     module.gates.proj.bias.view(-1, len(BRANCH_ORDER)).fill_(-1e4)[:, BRANCH_ORDER.index(branch)] = 1e4
-    dense = _dense(module, *(y.double() for y in _projected(module, branch, x)))
-    want = F.linear(dense.flatten(2), module.w_out.weight.double())
+    dense = _dense(module, *(y.cpu().double() for y in _projected(module, branch, x)))
+    want = F.linear(dense.flatten(2), module.w_out.weight.cpu().double())
     return bounded(f"{claim}, {case.dtype}", worst_row_error(module(x), want), tolerance(case.torch_dtype))
 
 
@@ -69,7 +70,7 @@ def _autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
             weight *= _SHARP / (weight.std() * weight.shape[1] ** 0.5)
         q, k, v = _projected(module, branch, x)
     leaves = [y.detach().requires_grad_() for y in (q, k, v)]
-    truth = _output_and_gradients(_dense, module, [y.detach().double().requires_grad_() for y in leaves])
+    truth = _output_and_gradients(_dense, module, [y.detach().cpu().double().requires_grad_() for y in leaves])
     with torch.autocast(x.device.type, torch.bfloat16):
         ours = _output_and_gradients(partial(_branch, branch=branch), module, leaves)
         plain = _output_and_gradients(_dense, module, leaves)
@@ -81,7 +82,8 @@ def _autocast_error(module: NSAAttention, branch: str, x: Tensor) -> float:
 def _projected(module: NSAAttention, branch: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A branch's queries [B, S, G, R, K], keys [B, S, G, K] and values [B, S, G, V]."""
     b, groups = BRANCH_ORDER.index(branch), module.n_kv_groups
-    tables = module.rotary.tables(torch.arange(x.shape[1], device=x.device)[None])
+    wide = widest_float(x.device)
+    tables = module.rotary.tables(torch.arange(x.shape[1], device=x.device)[None], wide)
     q = rotate(module.w_q(x).unflatten(-1, (groups, -1, module.d_k)), tables)
     k, v = (
         w(x).unflatten(-1, (groups, -1, width)) for w, width in ((module.w_k, module.d_k), (module.w_v, module.d_v))
@@ -117,7 +119,7 @@ def _branch(module: NSAAttention, q: Tensor, k: Tensor, v: Tensor, branch: str) 
 def _output_and_gradients(run: Callable[..., Tensor], module: NSAAttention, leaves: list[Tensor]) -> list[Tensor]:
     out = run(module, *leaves)
     weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
-    return [x.detach().double() for x in (out, *torch.autograd.grad((out * weight).sum(), leaves))]
+    return [x.detach().cpu().double() for x in (out, *torch.autograd.grad((out * weight).sum(), leaves))]
 
 
 @torch.no_grad()

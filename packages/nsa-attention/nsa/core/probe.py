@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nsa.core.branches import BRANCH_ORDER, AttendedKeys, BranchKeys
 from nsa.geometry import CoarseLevel, Geometry
+from nsa.kernels.precision import widest_float
 
 _UNION_TILE = 16  # queries whose chosen blocks a tile-wise kernel loads together
 _COLLAPSED_ENTROPY = 0.2  # nats; a gate whose tokens stay below this on average takes one branch whatever it sees
@@ -37,7 +38,7 @@ class Probe:
             **({} if gates is None else _gate_figures(gates, gate_kind)),
             **_selection_figures(idx_BSGN, pos_BS, geometry),
             "reads_pred": (_predicted_reads(pos_BS, geometry, coarse) + in_window_BS).sum(),
-            "reads_act_total": reads_BSG.double().mean(-1).sum().long(),
+            "reads_act_total": reads_BSG.to(widest_float(reads_BSG.device)).mean(-1).sum().long(),
         }
 
     def record_selection(
@@ -117,12 +118,12 @@ def _gate_figures(gates: Tensor, kind: str = "softmax") -> dict[str, Tensor]:
 
 def _selection_figures(idx_BSGN: Tensor, pos_BS: Tensor, geometry: Geometry) -> dict[str, Tensor]:
     keys_BSG = _selected_reads(idx_BSGN, pos_BS, geometry.l_sel)
-    union = _union_sizes(idx_BSGN)
+    union, wide = _union_sizes(idx_BSGN), widest_float(idx_BSGN.device)
     return {
-        "sel_k_mean": keys_BSG.double().mean(),
+        "sel_k_mean": keys_BSG.to(wide).mean(),
         "sel_k_max": keys_BSG.max(),
-        "sel_pct_at_max": (keys_BSG == geometry.n_sel * geometry.l_sel).double().mean(),
-        "sel_union_mean": union.double().mean(),
+        "sel_pct_at_max": (keys_BSG == geometry.n_sel * geometry.l_sel).to(wide).mean(),
+        "sel_union_mean": union.to(wide).mean(),
         "sel_union_max": union.max(),
     }
 

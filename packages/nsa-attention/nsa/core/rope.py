@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.core.attention_config import RopeConfig, yarn_betas
 from nsa.errors import ConfigError
+from nsa.kernels.precision import widest_float
 
 Tables = tuple[Tensor, Tensor]
 """Cosines and sines of the angles: [B, S, F]."""
@@ -52,7 +53,7 @@ class RotaryEmbedding:
         if limit is not None:
             cos, sin = (F.embedding(pos_BS, table).to(dtype) for table in self._device_table(limit, device))
             return cos, sin
-        if device.type == "mps":
+        if widest_float(device) != torch.float64:
             cos, sin = self._computed(pos_BS.cpu(), dtype)
             return cos.to(device), sin.to(device)
         return self._computed(pos_BS, dtype)

@@ -22,6 +22,7 @@ from nsa.core.probe import attention_layers
 from nsa.core.selector_loss import SelectorLossFunction
 from nsa.kernels.custom_operator import custom_operator, value_of
 from nsa.kernels.interface import constant_when_traced
+from nsa.kernels.precision import widest_float
 
 _GOLDEN_RATIO = 0.6180339887498949
 
@@ -31,8 +32,9 @@ def _sampled_queries(n_tokens: int, share: float, step: int, device: torch.devic
     every token is sampled, and a resumed run samples as an uninterrupted one does."""
     count = _sample_size(n_tokens, share)
     offset = step * _GOLDEN_RATIO % 1
-    places = (torch.arange(count, dtype=torch.float64, device=device) + offset) * (n_tokens / count)
-    return places.long().clamp(max=n_tokens - 1)
+    on = device if widest_float(device) == torch.float64 else "cpu"
+    places = (torch.arange(count, dtype=torch.float64, device=on) + offset) * (n_tokens / count)
+    return places.long().clamp(max=n_tokens - 1).to(device)
 
 
 def _sample_size(n_tokens: int, share: float) -> int:

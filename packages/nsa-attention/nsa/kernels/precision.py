@@ -18,6 +18,13 @@ from nsa.errors import ConfigError
 _Result = TypeVar("_Result")
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices that have no more: Apple's, and those of Intel without it."""
+    if device.type == "xpu" and torch.xpu.is_available():
+        return torch.float64 if torch.xpu.get_device_properties(device).has_fp64 else torch.float32
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def require_one_dtype(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     if q.dtype == k.dtype and (v is None or q.dtype == v.dtype):
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.kernels.custom_operator import ReverseModeFunction, custom_operator, with_gradient
+from nsa.kernels.precision import widest_float
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits, or elements of the weight in fp32, that exist at once
@@ -103,9 +104,10 @@ def linear_agreement(
 
 
 def linear_score_sums(x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> ScoreSums:
-    """Sums of the token scores in fp64: those of parts of a batch add up to those of the whole."""
+    """Sums of the token scores, in fp64 where there is one: those of parts of a batch add up to those of the whole."""
     scores, counted_N = linear_token_scores(x_ND, weight_VD, labels_N), labels_N != IGNORE
-    return ScoreSums(scores.losses.sum(dtype=torch.float64), counted_N.sum(), (scores.hits & counted_N).sum())
+    nats = scores.losses.sum(dtype=widest_float(x_ND.device))
+    return ScoreSums(nats, counted_N.sum(), (scores.hits & counted_N).sum())
 
 
 def require_labels(labels: Tensor, vocab_size: int, ignore_index: int = IGNORE) -> None:

@@ -60,7 +60,7 @@ class LossSums:
 
     def add(self, scores_BS: TokenScores, labels_BS: Tensor, position_BS: Tensor) -> None:
         counted_BS = labels_BS != IGNORE
-        losses_BS = scores_BS.losses.double().cpu().masked_fill(~counted_BS, 0)
+        losses_BS = scores_BS.losses.cpu().double().masked_fill(~counted_BS, 0)
         hits_BS = scores_BS.hits.cpu() & counted_BS
         self.nats += float(losses_BS.sum())
         self.tokens += float(counted_BS.sum())

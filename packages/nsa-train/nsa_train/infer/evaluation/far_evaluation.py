@@ -101,7 +101,7 @@ def _candidate_scores(
     for label_n, tokens in zip(labels_Nn, candidates, strict=True):
         label_n[: len(tokens)] = torch.tensor(tokens)
     scores = linear_token_scores(hidden_NnD.flatten(0, 1), weight_VD, labels_Nn.flatten().to(hidden_NnD.device))
-    nats_N = scores.losses.view(labels_Nn.shape).sum(1, dtype=torch.float64).tolist()
+    nats_N = scores.losses.cpu().view(labels_Nn.shape).sum(1, dtype=torch.float64).tolist()
     hits_N = scores.hits.view(labels_Nn.shape).sum(1).tolist()
     return [
         CandidateScore(-nats, hits == len(tokens), len(tokens))

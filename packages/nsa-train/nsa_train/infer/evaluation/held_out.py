@@ -130,7 +130,7 @@ class AgreementSums:
 
     def add(self, scores_BS: AgreementScores, labels_BS: Tensor, position_BS: Tensor) -> None:
         own, reference, same_top_BS = scores_BS.own, scores_BS.reference, scores_BS.same_top
-        difference_BS = own.losses.double() - reference.losses.double()
+        difference_BS = own.losses.cpu().double() - reference.losses.cpu().double()
         self.own.add(own, labels_BS, position_BS)
         self.reference.add(reference, labels_BS, position_BS)
         self.difference.add(TokenScores(difference_BS, same_top_BS), labels_BS, position_BS)
