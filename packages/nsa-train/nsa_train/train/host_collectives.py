@@ -1,10 +1,17 @@
-"""Small host-side collectives: flags and numbers that all ranks of a run agree on."""
+"""Small host-side collectives: flags, numbers and kernels that all ranks of a run agree on."""
 
-from collections.abc import Sequence
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from nsa.errors import KernelUnavailable
+from nsa.kernels.choice_text import kernels_text
+from nsa.kernels.registry import BackendChoice
 
 
 class HostCollectives:
@@ -48,3 +55,59 @@ class HostCollectives:
         answers = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(answers, mine, group=self._group)
         return [answer.tolist() for answer in answers]
+
+    def gather_texts(self, texts: Sequence[str]) -> list[list[str]]:
+        """Gather texts from every rank, in the order of the ranks."""
+        if self._group is None:
+            return [list(texts)]
+        answers: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(answers, list(texts), group=self._group)
+        return answers
+
+
+class _RankKernels(NamedTuple):
+    """The kernels of one rank; `problem` if a backend that was requested cannot run there."""
+
+    host: str
+    backends: str
+    why: str
+    problem: str
+
+
+def agree_on_kernels(
+    choose: Callable[[], tuple[BackendChoice, ...]], collectives: HostCollectives
+) -> tuple[BackendChoice, ...]:
+    """Choose the backends of this rank; raise on all ranks, naming the odd ones, unless all have the same.
+
+    One rank with slower kernels would slow the whole run down, and replicas would round differently.
+    """
+    choices: tuple[BackendChoice, ...] = ()
+    own = _RankKernels(socket.gethostname(), "", "", "")
+    try:
+        choices = choose()
+        backends = ", ".join(f"{choice.branch} {choice.backend}" for choice in choices)
+        own = own._replace(backends=backends, why=kernels_text(choices))
+    except KernelUnavailable as error:
+        own = own._replace(problem=str(error))
+    every = [_RankKernels(*texts) for texts in collectives.gather_texts(own)]
+    if problem := _disagreement(every):
+        raise KernelUnavailable(problem)
+    return choices
+
+
+def _disagreement(every: Sequence[_RankKernels]) -> str | None:
+    """Which ranks compute with other kernels than most, or with none, and why."""
+    for rank, one in enumerate(every):
+        if one.problem:
+            return one.problem if len(every) == 1 else f"rank {rank} on {one.host}: {one.problem}"
+    ((most, count),) = Counter(one.backends for one in every).most_common(1)
+    odd = [(rank, one) for rank, one in enumerate(every) if one.backends != most]
+    if not odd:
+        return None
+    common = next(one for one in every if one.backends == most)
+    names = ", ".join(f"rank {rank} on {one.host}" for rank, one in odd[:8]) + (", …" if len(odd) > 8 else "")
+    return (
+        f"the ranks would compute with different kernels. {names}: {odd[0][1].why}. The other {count}: {common.why}. "
+        f"Correct what that reason says there (`nsa doctor` on that machine shows it), or set a backend that all have, "
+        f"e.g. kernels.selected=portable, in every branch."
+    )

@@ -28,7 +28,7 @@ from nsa_train.train.engine.checkpointer import signing_key
 from nsa_train.train.engine.environment import on_first_rank, training_environment
 from nsa_train.train.engine.nan_guard import RollbackTrainer
 from nsa_train.train.gather_preflight_facts import require_preflight
-from nsa_train.train.host_collectives import HostCollectives
+from nsa_train.train.host_collectives import HostCollectives, agree_on_kernels
 from nsa_train.train.resume import WeightImporter
 from nsa_train.train.run_outputs import RunReport, RunReporter, SilentReporter
 from nsa_train.train.signal_handlers import SignalHandlers
@@ -79,7 +79,9 @@ def train(
         trainer, heartbeat, stop_requests = build_trainer_of_run(context, inputs, report)
         if device.type == "cpu" and not is_built():
             reporter.line(f"compiling the CPU kernels in {cache_folder()}, once for this machine …")
-        kernels = kernel_choices(trainer.train_module, device)
+        kernels = agree_on_kernels(
+            partial(kernel_choices, trainer.train_module, device), HostCollectives(config.parallel.timeout_s)
+        )
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
         )
