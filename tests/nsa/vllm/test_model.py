@@ -10,9 +10,19 @@ from torch import nn
 from vllm import ModelRegistry
 
 import nsa.vllm
-from nsa.errors import CheckpointError
+from nsa.core.layer_kinds import ThreeBranches
+from nsa.errors import CheckpointError, KernelUnavailable
+from nsa.geometry import Geometry
 from nsa.vllm.model import load_share, split_axis
-from tests.nsa.vllm.engines import engine, export_small_model
+from tests.nsa.vllm.engines import (
+    GEOMETRY,
+    MAX_LEN,
+    SIZES,
+    engine,
+    export_small_model,
+    random_prompts,
+    vllm_tokens,
+)
 
 
 def test_every_parameter_is_divided_along_its_groups_or_copied(tmp_path):
@@ -66,6 +76,47 @@ def test_settings_that_would_be_wrong_are_refused(tmp_path, options, said):
     export_small_model(tmp_path)
     with pytest.raises(Exception, match=said), engine(tmp_path, **options):
         pass
+
+
+def test_kernels_are_chosen_when_the_model_is_built(tmp_path, monkeypatch):
+    export_small_model(tmp_path)
+    monkeypatch.setenv("NSA_KERNEL", "triton")
+    with pytest.raises(KernelUnavailable, match="it runs on a GPU, not on cpu"), engine(tmp_path):
+        pytest.fail("the first request would find out")
+
+
+def test_memory_is_measured_with_the_longest_request(tmp_path, monkeypatch):
+    """A CPU's engine measures nothing: its dummy run is repeated as on a GPU, before there are pages."""
+    export_small_model(tmp_path)
+    attended = []
+
+    def recorded(self, run, q, gates, keys, **options):
+        attended.append((q.shape[1], *(one.k.shape[1] for one in keys), int(keys[1].pos_BS[0, -1])))
+        return attend(self, run, q, gates, keys, **options)
+
+    def measure(worker):
+        runner = worker.model_runner
+        streams = [module for module in runner.model.modules() if hasattr(module, "kv_cache")]
+        pages = [stream.kv_cache for stream in streams]
+        for stream in streams:
+            stream.kv_cache = torch.empty(0)
+        runner._dummy_run(512)
+        assert not any(stream.kv_cache.numel() for stream in streams)
+        assert len(attended) == SIZES["num_hidden_layers"]
+        for stream, bound in zip(streams, pages, strict=True):
+            stream.kv_cache = bound
+        runner._dummy_run(512)
+        assert len(attended) == SIZES["num_hidden_layers"], "with pages nothing is measured any more"
+
+    with engine(tmp_path, max_num_batched_tokens=512) as llm:
+        attend = ThreeBranches.attend
+        monkeypatch.setattr(ThreeBranches, "attend", recorded)
+        llm.collective_rpc(measure)
+        monkeypatch.undo()
+        assert len(vllm_tokens(llm, random_prompts([700]), 3)[0][0]) == 3
+    g = Geometry(**GEOMETRY)
+    window = MAX_LEN - (MAX_LEN - 512 - g.w + 1)
+    assert set(attended) == {(512, g.n_compressed(MAX_LEN), MAX_LEN, window, MAX_LEN - 1)}
 
 
 def test_a_folder_of_quantised_weights_is_refused(tmp_path):

@@ -5,6 +5,7 @@ N tokens of a step · B decoding requests · S tokens of a chunk · G kv groups 
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
 
@@ -15,7 +16,7 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.core.rope import Tables
 from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
 from nsa.vllm.page_streams import PageStream
-from nsa.vllm.step import Chunk, PagedStep, StepBuffers
+from nsa.vllm.step import Chunk, LongestStep, PagedStep, StepBuffers
 
 
 class PagedAttention(AttentionHolder):
@@ -47,7 +48,7 @@ class PagedAttention(AttentionHolder):
             "selected" if s else n for s, n in ((shared_window, "window"), (shared_tail, "tail"))
         )
         self._first_entry = g.l // g.d - 1  # the place of compressed entry 0: where its block ends
-        self._step_buffers, self._n_ranks = buffers, n_ranks
+        self._step_buffers, self._n_ranks, self._vllm_config = buffers, n_ranks, get_current_vllm_config()
         self._decoders: dict[int, tuple[tuple[object, ...], TokenDecoder]] = {}
 
     def forward(self, x_ND: Tensor, tables: Tables) -> Tensor:
@@ -62,12 +63,31 @@ class PagedAttention(AttentionHolder):
             self._append(streams, step)
             if step.n_decoding:
                 self._decode(q_1NGRK, gates_1NGX3, out_1NGRV, step)
-            run = layer.plan(q_1NGRK.device, q_1NGRK.dtype)
             for chunk in step.chunks:
-                new = slice(chunk.first, chunk.first + chunk.end - chunk.begin)
-                keys = self._keys_of(chunk, step)
-                out_1NGRV[:, new] = layer.strategy.attend(run, q_1NGRK[:, new], gates_1NGX3[:, new], keys).out
+                self._attend(q_1NGRK, gates_1NGX3, out_1NGRV, chunk, step)
+        elif not self._stream["selected"].kv_cache.numel():
+            self._attend_to_longest(q_1NGRK, gates_1NGX3, out_1NGRV)
         return self._summed(out_1NGRV[0].flatten(1))
+
+    def _attend(
+        self, q_1NGRK: Tensor, gates_1NGX3: Tensor, out_1NGRV: Tensor, chunk: Chunk, step: PagedStep | LongestStep
+    ) -> None:
+        layer, new = self.layer, slice(chunk.first, chunk.first + chunk.end - chunk.begin)
+        run, keys = layer.plan(q_1NGRK.device, q_1NGRK.dtype), self._keys_of(chunk, step)
+        out_1NGRV[:, new] = layer.strategy.attend(run, q_1NGRK[:, new], gates_1NGX3[:, new], keys).out
+
+    def _attend_to_longest(self, q_1NGRK: Tensor, gates_1NGX3: Tensor, out_1NGRV: Tensor) -> None:
+        """While vLLM measures memory, before there are pages: the last tokens of the longest request that it will
+        schedule, whose copies of pages and partial results take the most."""
+        size, longest = self._vllm_config.cache_config.block_size, self._vllm_config.model_config.max_model_len
+        for stream in self._stream.values():
+            stream.bind_one_page(size, q_1NGRK.device)
+        try:
+            chunk = Chunk(0, 0, max(0, longest - q_1NGRK.shape[1]), longest)
+            self._attend(q_1NGRK, gates_1NGX3, out_1NGRV, chunk, LongestStep(size, q_1NGRK.device))
+        finally:
+            for stream in self._stream.values():
+                stream.kv_cache = torch.empty(0)
 
     def _summed(self, mixed_NH: Tensor) -> Tensor:
         """`w_out` over all ranks; its bias once."""
@@ -143,7 +163,7 @@ class PagedAttention(AttentionHolder):
         self._decoders[n] = valid, decoder
         return decoder
 
-    def _keys_of(self, chunk: Chunk, step: PagedStep) -> AttendedKeys:
+    def _keys_of(self, chunk: Chunk, step: PagedStep | LongestStep) -> AttendedKeys:
         """Keys of the chunk's tokens, gathered from its request's pages."""
         g, stream = self.layer.geometry, self._stream
         pos_1S = torch.arange(chunk.begin, chunk.end, device=self._step_buffers.pos_B1.device)[None]

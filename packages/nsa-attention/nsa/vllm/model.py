@@ -5,6 +5,7 @@ Blocks and attention are those of `nsa.model` and `nsa.core`, built for a tensor
 N tokens of a step · D model dim
 """
 
+import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -25,11 +26,13 @@ from nsa.core.layer_pattern import layer_config
 from nsa.core.rope import RotaryEmbedding, Tables
 from nsa.errors import CheckpointError, ConfigError
 from nsa.hf.configuration import NSAConfig
+from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
 from nsa.model.llama_block_nsa import FeedForward
 from nsa.options import RopeLayer
 from nsa.vllm.attention import PagedAttention
 from nsa.vllm.step import StepBuffers
 
+_log = logging.getLogger("vllm.nsa")
 _SPLIT_BY_COLUMN = ("attention.w_out.weight", "feed_forward.w2.weight")
 _SPLIT_BY_ROW = (
     *("attention.w_q.", "attention.w_k.", "attention.w_v.", "attention.gates.proj."),
@@ -138,6 +141,15 @@ class PagedForCausalLM(nn.Module):
         for name, parameter in self.model.layers.named_parameters():
             load = partial(load_share, name=f"model.layers.{name}", axis=split_axis(name), **ranks)
             parameter.weight_loader = load  # type: ignore[attr-defined]
+        self._choose_kernels(vllm_config.device_config.device, vllm_config.model_config.dtype)
+
+    def _choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Choose and check the kernels now, not at the first request; KernelUnavailable if a named one cannot run."""
+        block: PagedBlock = self.model.layers[0]  # type: ignore[assignment]
+        choices = block.attention.layer.plan(device, dtype).choices
+        _log.info("kernels: %s", kernels_text(choices))
+        if warning := slow_kernels_warning(choices, device.type):
+            _log.warning("%s", warning)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)

@@ -155,6 +155,11 @@ class PageStream(nn.Module, AttentionLayerBase):
         self.kv_cache = kv_cache
         self.generation += 1
 
+    def bind_one_page(self, block_size: int, device: torch.device) -> None:
+        """Bind a page of zeros, which stands for every page of a request while memory is measured."""
+        sizes = (1, self.n_groups, block_size // self.tokens_per_entry, self.d_k + self.d_v)
+        self.kv_cache = torch.zeros(sizes, dtype=self.dtype, device=device)
+
     def key_pages(self, table_BP: Tensor) -> KeyPages:
         """Pages of keys as a decoder reads them, in place."""
         return KeyPages(self.kv_cache[..., : self.d_k], self.kv_cache[..., self.d_k :], table_BP)

@@ -116,5 +116,20 @@ class PagedStep:
     def blocks(self, name: str, chunk: Chunk, begin: int) -> tuple[Tensor, int]:
         """The blocks of a chunk's request that hold the tokens from `begin` to its end, and the position of the first
         one's first token."""
-        first, last = begin // self.block_size, -(-chunk.end // self.block_size)
+        first, last = _range_of_blocks(begin, chunk.end, self.block_size)
         return self.streams[name].table[chunk.request, first:last].long(), first * self.block_size
+
+
+class LongestStep(NamedTuple):
+    """Stands for a step of one long request, all of whose blocks are the first one."""
+
+    block_size: int
+    device: torch.device
+
+    def blocks(self, name: str, chunk: Chunk, begin: int) -> tuple[Tensor, int]:
+        first, last = _range_of_blocks(begin, chunk.end, self.block_size)
+        return torch.zeros(last - first, dtype=torch.int64, device=self.device), first * self.block_size
+
+
+def _range_of_blocks(begin: int, end: int, block_size: int) -> tuple[int, int]:
+    return begin // block_size, -(-end // block_size)
