@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from nsa.bench.case import TORCH_DTYPES
-from nsa.check.installation import installation_facts
+from nsa.check.installation import installation_facts, triton_lines
 from nsa.check.prove import prove
 from nsa.errors import NSAError
 from nsa.kernels.cpu import build
@@ -54,7 +54,7 @@ def _check(options: argparse.Namespace) -> int:
 def _print_facts(facts: dict[str, Any]) -> None:
     print(f"nsa {facts['nsa']}, torch {facts['torch']}, Python {facts['python']}")
     print(f"{facts['device']} ({facts['device_name']}), {facts['threads']} threads, {facts['dtype']}")
-    print(f"kernels: {facts['kernels']}")
+    print("\n".join([f"kernels: {facts['kernels']}", *triton_lines(facts)]))
     for row in facts["backends"]:
         if row["here"] == "chosen":
             print(f"  {row['branch']:10} {row['backend']}: {row['why']}")

@@ -16,6 +16,7 @@ from nsa.kernel_variables import requested_backends
 from nsa.kernels.choice_text import kernels_text, slow_kernels_warning
 from nsa.kernels.cpu import describe
 from nsa.kernels.registry import BACKENDS, BRANCHES, BackendChoice
+from nsa.kernels.triton_environment import triton_facts, triton_faults, version_warning
 
 
 def installation_facts(
@@ -37,14 +38,38 @@ def installation_facts(
         "threads": torch.get_num_threads(),
         "dtype": dtype_name,
         "cpu_kernels": describe() if where.type == "cpu" else None,
+        "triton": _triton_facts(where),
         "kernels": kernels_text(choices),
         "triton_check": _verdict_text(attention, where, dtype, choices) if where.type == "cuda" else None,
         "backends": [
             dict(zip(("branch", "backend", "here", "why"), row, strict=True))
             for row in _rows(attention, where, dtype, choices)
         ],
-        "warnings": [text for text in (slow_kernels_warning(choices, where.type), _slow_start_warning()) if text],
+        "warnings": [
+            text
+            for text in (slow_kernels_warning(choices, where.type), version_warning(), _slow_start_warning())
+            if text
+        ],
     }
+
+
+def triton_lines(facts: dict[str, Any]) -> list[str]:
+    """What `installation_facts` say about Triton's environment: one line, or one for each fault with its fix."""
+    triton = facts["triton"]
+    if triton is None:
+        return []
+    if triton["faults"]:
+        return [f"Triton cannot run here: {fault['problem']}\n  fix: {fault['fix']}" for fault in triton["faults"]]
+    used = f"cache {triton['cache']}, C compiler {triton['compiler']}, {triton['headers']}"
+    return [f"Triton {triton['version']} can build and load its launcher here: {used}"]
+
+
+def _triton_facts(where: torch.device) -> dict[str, Any] | None:
+    """What Triton needs here and lacks; None on other devices than GPUs where it is not installed."""
+    if where.type != "cuda" and importlib.util.find_spec("triton") is None:
+        return None
+    faults = triton_faults("cuda" if where.type == "cuda" and torch.cuda.is_available() else "cpu")
+    return {**triton_facts(), "faults": [fault._asdict() for fault in faults]}
 
 
 def _slow_start_warning() -> str | None:
@@ -80,7 +105,8 @@ def _verdict_text(
     if not verdict.checked:
         return f"not done: {verdict.reason}"
     record = f", record in {verdict.evidence}" if verdict.evidence else ", no record could be kept"
-    return ("passed" if verdict.passed else f"FAILED ({verdict.reason})") + record
+    passed = f"passed, and slower than the portable backend ({verdict.slower})" if verdict.slower else "passed"
+    return (passed if verdict.passed else f"FAILED ({verdict.reason})") + record
 
 
 def _rows(

@@ -80,10 +80,14 @@ def _print_facts(console: "Console", facts: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from nsa.check.installation import triton_lines
+
     console.print(f"nsa {facts['nsa']} · torch {facts['torch']} · Python {facts['python']}")
     console.print(f"{facts['device']} ({facts['device_name']}), {facts['threads']} threads · {facts['dtype']}")
     if facts["cpu_kernels"]:
         console.print(f"CPU kernels: {facts['cpu_kernels']}")
+    for line in triton_lines(facts):
+        console.print(escape(line), style="bold red" if "fix" in line and facts["device"] != "cpu" else None)
     console.print(f"kernels on {facts['device'].partition(':')[0]} in {facts['dtype']}: {escape(facts['kernels'])}")
     if facts["triton_check"]:
         console.print(f"check of Triton on this GPU: {escape(facts['triton_check'])}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs, Gradients, constant_when_traced
+from nsa.kernels.triton_environment import package_fault, triton_faults
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 256  # a row is at most a power of two and the next smaller one
@@ -34,7 +35,7 @@ _HOMES = {
 
 def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -> str | None:
     if find_spec("triton") is None:
-        return "the package triton is not installed (it comes with torch's GPU builds)"
+        return str(package_fault())
     if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
         return f"it runs on a GPU, not on {device.type} (there only under TRITON_INTERPRET=1, for checking)"
     if dtype not in DTYPES:
@@ -43,6 +44,8 @@ def why_not(branch: str, device: torch.device, dtype: torch.dtype, shape: Any) -
         return f"rows are at most {WIDEST} wide, not {max(shape.d_k, shape.d_v)}"
     if shape.geometry.n_sel > MOST_BLOCKS:
         return f"it chooses at most {MOST_BLOCKS} blocks, not {shape.geometry.n_sel}"
+    if device.type == "cuda" and torch.cuda.is_available() and (faults := triton_faults("cuda")):
+        return f"Triton cannot run on this machine: {'; '.join(map(str, faults))}"
     return None
 
 
@@ -84,4 +87,7 @@ def __getattr__(name: str) -> Any:
 
 @constant_when_traced
 def _interpreted() -> bool:
-    return bool(import_module("triton").knobs.runtime.interpret)
+    try:
+        return bool(import_module("triton").knobs.runtime.interpret)
+    except (ImportError, OSError):
+        return False
