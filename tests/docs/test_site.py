@@ -108,7 +108,20 @@ _MEASURE = """<script>document.fonts.ready.then(() => {
   const tables = wrappers.filter(wrapper => wrapper.textContent.includes("meaning"));
   const boxes = tables.flatMap(table => [table, ...table.querySelectorAll("td")]);
   const cut = boxes.filter(box => box.scrollWidth > box.clientWidth + 1);
-  parent.postMessage([innerWidth, boxes.length, cut.length].join(" "), "*");
+  const lines = (node, start, end) => {
+    const range = document.createRange();
+    range.setStart(node, start);
+    range.setEnd(node, end);
+    return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size;
+  };
+  let broken = 0;
+  for (const table of tables) {
+    const walker = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
+    for (let node; (node = walker.nextNode()); )
+      for (const word of node.data.matchAll(/[\\w.]{1,24}(?![\\w.])/g))
+        broken += lines(node, word.index, word.index + word[0].length) > 1;
+  }
+  parent.postMessage([innerWidth, boxes.length, cut.length, broken].join(" "), "*");
 })</script>"""
 _FRAME = """<iframe src="{page}" width="{width}" height="900"></iframe>
 <script>onmessage = message => document.body.dataset.widths = message.data</script>"""
@@ -116,7 +129,7 @@ _FRAME = """<iframe src="{page}" width="{width}" height="900"></iframe>
 
 @pytest.mark.parametrize("page", ["CONFIG", "ENV"])
 @pytest.mark.parametrize("width", [390, 1024, 1440])
-def test_no_column_of_the_settings_is_cut(site: Path, page: str, width: int):
+def test_no_column_and_no_word_of_the_settings_is_cut(site: Path, page: str, width: int):
     """In a frame: a browser's own window is at least 500 pixels wide."""
     measured, frame = site / f"measured_{page}_{width}.html", site / f"frame_{page}_{width}.html"
     measured.write_text((site / f"{page}.html").read_text(encoding="utf-8").replace("</body>", f"{_MEASURE}</body>"))
@@ -128,12 +141,13 @@ def test_no_column_of_the_settings_is_cut(site: Path, page: str, width: int):
     finally:
         measured.unlink()
         frame.unlink()
-    match = re.search(r'data-widths="(\d+) (\d+) (\d+)"', done.stdout)
+    match = re.search(r'data-widths="(\d+) (\d+) (\d+) (\d+)"', done.stdout)
     assert match, done.stderr[-2000:]
-    shown, boxes, cut = map(int, match.groups())
+    shown, boxes, cut, broken = map(int, match.groups())
     assert shown == width
     assert boxes > 100
     assert cut == 0, "boxes whose content is wider than they are"
+    assert broken == 0, "words of up to 24 letters that are broken over two lines"
 
 
 def test_links_lead_to_the_repository_if_its_address_is_known(tmp_path: Path):

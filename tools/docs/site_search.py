@@ -1,27 +1,38 @@
-"""Search box of the documentation site: questions of newcomers, and what Sphinx's own search finds for them.
+"""Search box of the documentation site: questions of newcomers, and the pages that it finds for them.
 
-    python -m tools.docs.site_search build/docs        print the first pages for each question
+    python -m tools.docs.site_search build/docs        print the first pages for each question; needs node
     python -m tools.docs.site_search build/docs WORDS
 
-`find_pages` evaluates the site's index (searchindex.js) by the rules of Sphinx's searchtools.js: every word of a query
-that is not a stop word must occur; a heading that contains the query, then words in headings, then words in the text
-decide the order, with the boosts of docs/_static/search_scorer.js. A test compares it with the JavaScript where node is
-installed.
+`find_pages` runs the site's own scripts in node. docs/_static/search_scorer.js decides the order of the results.
 """
 
 import json
-import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-TITLE, PARTIAL_TITLE, TERM, PARTIAL_TERM = 15, 7, 5, 2
-"""Scores of searchtools.js."""
-SCORER = Path(__file__).parents[2] / "docs" / "_static" / "search_scorer.js"
 SHOWN = 3
 """The expected page must be among this many."""
+
+# The scripts of search.html in its order, without a browser: the few names of one that they touch are replaced.
+_SEARCH_IN_NODE = """
+const fs = require("fs"), vm = require("vm");
+const [site, ...queries] = process.argv.slice(2);
+const context = {
+  SPHINX_HIGHLIGHT_ENABLED: false, DOCUMENTATION_OPTIONS: {}, _: (text) => text, _ready: () => {}, console,
+  document: { getElementById: () => null, addEventListener: () => {}, readyState: "complete" },
+};
+context.window = context;
+vm.createContext(context);
+for (const name of ["_static/searchtools.js", "_static/language_data.js", "searchindex.js"])
+  vm.runInContext(fs.readFileSync(`${site}/${name}`, "utf-8").replace(/^const Search = /m, "var Search = "), context);
+const links = queries.map((query) =>
+  context.Search._performSearch(...context.Search._parseQuery(query)).reverse().map(([page, , anchor]) => page + anchor)
+);
+console.log(JSON.stringify(links));
+"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,17 @@ NEWCOMER_QUESTIONS = (
     NewcomerQuestion("my loss is NaN", "FAQ", "First lower `train.lr`"),
     NewcomerQuestion("how do I serve it", "GENERATE", "nsa serve --pretrained --port 8000"),
     NewcomerQuestion("how long until I see text", "FAQ", "A few minutes: the [tutorial](TUTORIAL.md)"),
+    # Words that are not headings: everyday words for what the pages call otherwise.
+    NewcomerQuestion("gpu ran out of memory what can I do", "FAQ", "a smaller `train.batch_size`"),
+    NewcomerQuestion("loss suddenly jumped up", "FAQ", "A loss that suddenly jumps"),
+    NewcomerQuestion("power went out, continue where it stopped", "FAQ", "after a crash, a power cut"),
+    NewcomerQuestion("why is it slower than normal attention", "FAQ", "slower than normal, dense attention"),
+    NewcomerQuestion("how many gpus and days do I need", "SCALE", "nsa plan base_7b_128k --gpus h100-80gb:128"),
+    NewcomerQuestion("my text is chinese", "FAQ", "Train a tokenizer on your own text"),
+    NewcomerQuestion("send my model to a friend", "FAQ", "`nsa export hf RUN OUT` writes a folder"),
+    NewcomerQuestion("turn llama into sparse", "FAQ", "`nsa convert MODEL OUT` keeps its weights"),
+    NewcomerQuestion("does it remember the start of a long document", "FAQ", "measures what your model remembers"),
+    NewcomerQuestion("talk to the model I trained", "GENERATE", "`nsa chat` talks to a model"),
 )
 
 
@@ -54,67 +76,20 @@ def line_of_answer(docs: Path, question: NewcomerQuestion) -> int | None:
     return next(numbers, None)
 
 
-def read_index(site: Path) -> dict[str, Any]:
-    text = (site / "searchindex.js").read_text(encoding="utf-8")
-    index: dict[str, Any] = json.loads(text[text.index("(") + 1 : text.rindex(")")])
-    return index
+def find_links(site: Path, queries: list[str]) -> list[list[str]]:
+    """Results of each query in their order: pages, some with the anchor of a heading."""
+    node = shutil.which("node")
+    if node is None:
+        raise SystemExit("node not found: the site's search is JavaScript. Install it, e.g. apt-get install nodejs.")
+    command = [node, "-", str(site), *queries]
+    done = subprocess.run(command, input=_SEARCH_IN_NODE, text=True, capture_output=True, check=True)
+    links: list[list[str]] = json.loads(done.stdout)
+    return links
 
 
-def find_pages(index: dict[str, Any], query: str) -> list[str]:
+def find_pages(site: Path, query: str) -> list[str]:
     """Pages in the order of the result list, each once."""
-    scorer = SCORER.read_text(encoding="utf-8")
-    (boosts,) = re.findall(r"^  boosts: (\{.*\}),$", scorer, re.MULTILINE)
-    (whole_title,) = re.findall(r"^  wholeTitle: (\d+),$", scorer, re.MULTILINE)
-    matches = [
-        (score + _boost(page, json.loads(boosts)), title, page)
-        for score, title, page in _results(index, query, int(whole_title))
-    ]
-    ranked = sorted(matches, key=lambda result: (-result[0], result[1].lower()))
-    return list(dict.fromkeys(page for _, _, page in ranked))
-
-
-def _boost(page: str, boosts: dict[str, int]) -> int:
-    matching = (name for name in boosts if page == name or (name.endswith("/") and page.startswith(name)))
-    return sum(boosts[name] for name in matching)
-
-
-def _results(index: dict[str, Any], query: str, whole_title: int) -> Iterator[tuple[int, str, str]]:
-    """(score, title, page), in any order."""
-    pages, titles, lowered = index["docnames"], index["titles"], query.lower().strip()
-    for title, places in index["alltitles"].items():
-        if lowered in title.lower() and len(lowered) >= len(title) / 2:
-            for page, _ in places:
-                own = titles[page] == title
-                score = int(TITLE * len(lowered) / len(title) + 0.5) + own + whole_title
-                yield score, title if own else f"{titles[page]} > {title}", pages[page]
-    for page, score in _pages_with_all(index, _query_words(query)).items():
-        yield score, titles[page], pages[page]
-
-
-def _query_words(query: str) -> set[str]:
-    """Stemmed, without stop words and numbers, as the search box reads a query."""
-    from sphinx.search.en import SearchEnglish
-
-    language = SearchEnglish({})
-    words = (word.lower() for word in re.findall(r"\w+", query))
-    return {language.stem(word) for word in words if word not in language.stopwords and not word.isdigit()}
-
-
-def _pages_with_all(index: dict[str, Any], words: set[str]) -> dict[int, int]:
-    """Pages that have every word, with the best score of a word."""
-    scores: dict[int, dict[str, int]] = {}
-    for word in words:
-        for table, exact, partial in (("terms", TERM, PARTIAL_TERM), ("titleterms", TITLE, PARTIAL_TITLE)):
-            entries = index[table]
-            if word in entries:
-                matches = [(exact, entries[word])]
-            else:
-                matches = [(partial, pages) for term, pages in entries.items() if len(word) > 2 and word in term]
-            for score, match in matches:
-                for page in [match] if isinstance(match, int) else match:
-                    scores.setdefault(page, {})[word] = score
-    long_words = sum(len(word) > 2 for word in words)
-    return {page: max(by_word.values()) for page, by_word in scores.items() if len(by_word) in (len(words), long_words)}
+    return list(dict.fromkeys(link.partition("#")[0] for link in find_links(site, [query])[0]))
 
 
 def text() -> str:
@@ -127,9 +102,9 @@ def text() -> str:
         "",
         "# Can a newcomer find it?",
         "",
-        "Ten questions that a newcomer types into the search box of the documentation. A test builds the site and",
-        "requires that the page is among the first three results and that the line is there. Written by",
-        "`python -m tools.docs.regenerate`.",
+        "Questions that a newcomer types into the search box of the documentation; the last ten are in words that are",
+        "not headings. A test builds the site, searches it with the site's own scripts, and requires that the page is",
+        "among the first three results and that the line is there. Written by `python -m tools.docs.regenerate`.",
         "",
         "| a newcomer types | page | line that answers |",
         "|---|---|---|",
@@ -142,13 +117,16 @@ def text() -> str:
 
 
 def main() -> None:
-    index, words = read_index(Path(sys.argv[1])), " ".join(sys.argv[2:])
+    site, words = Path(sys.argv[1]), " ".join(sys.argv[2:])
     if words:
-        print("\n".join(find_pages(index, words)[:10]))
+        print("\n".join(find_links(site, [words])[0][:10]))
         return
+    right = 0
     for question in NEWCOMER_QUESTIONS:
-        shown = find_pages(index, question.question)[:SHOWN]
+        shown = find_pages(site, question.question)[:SHOWN]
+        right += question.page in shown
         print(f"{' ' if question.page in shown else '✗'} {question.question}: {', '.join(shown)}")
+    print(f"{right} of {len(NEWCOMER_QUESTIONS)} among the first {SHOWN}")
 
 
 if __name__ == "__main__":
