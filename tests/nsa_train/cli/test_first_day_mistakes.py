@@ -39,6 +39,9 @@ LOCAL = f"{NEW_RUN} data.dataset=local data.path=TEXTS"
 COMMANDS = (
     # The config and its settings
     Mistake("a config that is not there", "train HERE/my_config.yaml", CONFIG, ("my_config.yaml", "nsa init --list")),
+    Mistake("a folder for a config", "train STARTED", CONFIG, ("STARTED is a folder", "STARTED/config.yaml")),
+    Mistake("a folder without a config", "train TEXTS", CONFIG, ("TEXTS is a folder", "nsa init")),
+    Mistake("a second start", "init STARTED", CHECKPOINT, ("STARTED", "config.yaml", "another folder")),
     Mistake("a shipped config misspelt", "train cpu_quikstart", CONFIG, ("cpu_quikstart", "cpu_quickstart")),
     Mistake("an unknown start", "init HERE/new --config quikstart", CONFIG, ("quikstart", "cpu_quickstart")),
     Mistake("a section misspelt", f"{NEW_RUN} trian.steps=5", CONFIG, ("trian.steps", "Did you mean train")),
@@ -81,7 +84,12 @@ COMMANDS = (
     Mistake(
         "no such tokenizer", f"{LOCAL} data.tokenizer=HERE/b.json", REFUSED, ("b.json", "nsa data tokenizer train")
     ),
-    Mistake("a corpus that is not there", "data prepare HERE/nothing HERE/out", CONFIG, ("nothing", ".jsonl")),
+    Mistake("a corpus that is not there", "data prepare HERE/nothing HERE/out", CONFIG, ("nothing", "Check the path")),
+    Mistake("a corpus misspelt", "data prepare HERE/text HERE/out", CONFIG, ("HERE/text'", "Did you mean TEXTS?")),
+    Mistake("a pattern without files", "data prepare HERE/*.html HERE/out", CONFIG, ("*.html", ".jsonl", "pattern")),
+    Mistake(
+        "another key to prepare", "data prepare KEYS HERE/out", DATA, ("content", "--text-column", "--max-bad-units")
+    ),
     Mistake("a file of another kind", "data prepare HERE/report.pdf HERE/out", CONFIG, ("report.pdf", ".txt")),
     Mistake("no such tokenizer to prepare with", "data prepare TEXTS HERE/out --tokenizer b.json", CONFIG, ("b.json",)),
     Mistake("another key of the text", "data tokenizer train KEYS HERE/t.json", DATA, ("content", "--text-column")),
@@ -89,12 +97,14 @@ COMMANDS = (
     Mistake("too small a vocabulary", "data tokenizer train TEXTS t --vocab-size 9", REFUSED, ("--vocab-size", "257")),
     # Models
     Mistake("a model that is none", "generate TEXTS -p x", CHECKPOINT, ("TEXTS", "nsa checkpoint ls")),
+    Mistake("a model before its training", "generate STARTED -p x", CHECKPOINT, ("nsa train STARTED/config.yaml",)),
     Mistake("a model that is not there", "generate HERE/nothing -p x", CHECKPOINT, ("nothing",)),
     Mistake("no such prompt file", "generate OLD --prompt-file HERE/p.txt", CONFIG, ("p.txt", "pipe")),
     Mistake("a chat without a template", "chat OLD", CONFIG, ("chat template", "nsa generate")),
     Mistake("an export into a folder in use", "export hf OLD TEXTS", CHECKPOINT, ("TEXTS", "--overwrite")),
     Mistake("an export of nothing", "export hf TEXTS HERE/out", CHECKPOINT, ("TEXTS", "nsa checkpoint ls")),
     Mistake("a task misspelt", "eval EXPORTED --tasks needles", CONFIG, ("needles", "needle_multikey")),
+    Mistake("a task of the harness", "eval EXPORTED --tasks hellaswag", CONFIG, ("hellaswag", "--lm-eval")),
     Mistake("an evaluation without data", "eval EXPORTED --tasks held_out_loss", CONFIG, ("--data",)),
     Mistake("a conversion of no model", "convert TEXTS HERE/out", CHECKPOINT, ("TEXTS", "config.json")),
 )
@@ -110,9 +120,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (here / "broken.yaml").write_text("train: {steps: 5}\n\tdata: [nothing\n")
     (here / "twice.yaml").write_text("train:\n  steps: 5\n  steps: 6\n")
     (here / "report.pdf").write_text("x")
+    (here / "started").mkdir()
+    write_config(here / "started").rename(here / "started" / "config.yaml")
     save_run(here / "old")
     export_folder(here / "old", here / "exported")
-    named = {name.upper(): str(here / name) for name in ("old", "exported", "texts", "keys")}
+    named = {name.upper(): str(here / name) for name in ("old", "exported", "texts", "keys", "started")}
     return {**named, "CONFIG": str(write_config(here)), "HERE": str(here)}
 
 
@@ -191,6 +203,11 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] 
         lambda: attention()(torch.randn(1, 8, 32)),
         ConfigError,
         ("[1, 8, 32]", "dim=64", "[batch, tokens, 64]"),
+    ),
+    "token ids for hidden states": (
+        lambda: attention()(torch.ones(1, 8, 64, dtype=torch.long)),
+        ConfigError,
+        ("torch.int64", "[batch, tokens, 64]", "nsa.NSATransformer"),
     ),
     "hidden states without a batch": (
         lambda: attention()(torch.randn(8, 64)),

@@ -60,7 +60,7 @@ def test_json_holds_the_same_and_nothing_else(texts: Path, prepared: tuple[Path,
     )
     assert summary["read"]["kinds"]["markdown"]["files"] == 8
     assert sum(split["documents"] for split in summary["splits"].values()) == 9
-    assert summary["model_size"]["nearest_config"] == "configs/cpu_quickstart.yaml"
+    assert summary["model_size"]["nearest_config"] == "cpu_quickstart"
     assert summary["preview"][0]["ids"][-1] == summary["tokenizer"]["eos_id"] or not summary["preview"][0]["complete"]
     for command in ("inspect", "stats", "verify"):
         assert json.loads(invoke("data", command, str(out), "--json"))["set"] == str(out)
@@ -232,9 +232,9 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
     from nsa_train.planning.estimate import estimate
     from nsa_train.planning.hardware import parse_target
 
-    vocabularies = {"configs/cpu_quickstart.yaml": 257, "configs/cpu_stories.yaml": 2048}
+    vocabularies = {"cpu_quickstart": 257, "cpu_stories": 2048}
     for name, parameters in _SHIPPED_MODELS.items():
-        config = load(ROOT / name, environ={})
+        config = load(Path(name), environ={})
         run_estimate = estimate(config, parse_target("h100-80gb:8"), vocabularies.get(name, 32768))
         assert run_estimate.parameters.total == parameters, name
 
@@ -249,6 +249,6 @@ def test_parameters_of_the_shipped_configs_are_those_of_the_code() -> None:
 )
 def test_advice_names_the_nearest_config(tokens: int, vocab_size: int, config: str, too_little: bool) -> None:
     advice = advise(tokens, vocab_size)
-    assert advice["nearest_config"] == f"configs/{config}.yaml"
+    assert advice["nearest_config"] == config
     assert (advice["nearest_parameters"] > 2 * advice["parameters_at_most"]) == too_little
     assert advise(4 * tokens, 257)["parameters"] == advise(tokens, 32768)["parameters"]

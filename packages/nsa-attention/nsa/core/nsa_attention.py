@@ -316,7 +316,12 @@ class NSAAttention(nn.Module):
             probe.figures["selector_loss"] = selector_loss.detach()
 
     def require_width(self, x_BSD: Tensor) -> None:
-        """Refuse hidden states of another width than the layer's."""
+        """Refuse hidden states of another width than the layer's, and token ids."""
+        if not x_BSD.is_floating_point():
+            raise ConfigError(
+                f"the input has dtype {x_BSD.dtype}: it must be hidden states, floating-point numbers of shape "
+                f"[batch, tokens, {self.dim}]. Pass the output of an embedding; nsa.NSATransformer takes token ids."
+            )
         if x_BSD.shape[-1] != self.dim:
             raise ConfigError(
                 f"the input has shape {list(x_BSD.shape)} and the layer dim={self.dim}: it must be [batch, tokens, "

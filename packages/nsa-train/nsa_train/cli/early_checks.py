@@ -39,6 +39,7 @@ SERVER_PACKAGES = (*MODEL_PACKAGES, *_EXTRAS["serve"])
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia)(:\d+)?")
 _RUN_INSIDE = "run"
 """Where the config that `nsa init FOLDER` writes has its run folder."""
+_CONFIG_INSIDE = "config.yaml"
 _PARTS_OF_RUN = (
     names.CHECKPOINTS, names.ENV, names.COMMIT, names.MODEL_SAFETENSORS, names.heartbeat(0), "config.json",
 )  # fmt: skip
@@ -108,6 +109,8 @@ def find_model(path: Path | None) -> Path | None:
     folder = find_run(path)
     if not folder.exists() and not folder.is_symlink():  # a broken link is explained when it is followed
         raise CheckpointError(f"{path} does not exist. Name a run folder (train.out_dir), a checkpoint or a model.")
+    if not _is_run(folder) and (config := folder / _CONFIG_INSIDE).is_file():
+        raise CheckpointError(f"{path} holds a config and no trained model. Train one first: nsa train {config}")
     return folder
 
 

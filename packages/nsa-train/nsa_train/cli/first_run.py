@@ -72,9 +72,10 @@ def _write_starter(folder: Path, starter: "StarterConfig", *, with_text: bool) -
     texts = folder / TEXT_FOLDER
     copies = {texts / starter.corpus.name: starter.corpus, folder / _NOTICES: CORPUS_LICENCES} if with_text else {}
     require_writable_folder(folder)
-    if existing := [str(path) for path in (folder / CONFIG_FILE, *copies) if path.exists()]:
+    if existing := [path.name for path in (folder / CONFIG_FILE, *copies) if path.exists()]:
         raise OutputError(
-            f"{', '.join(existing)} already exists: nsa init overwrites nothing. Name another folder, or move it away."
+            f"{folder} already holds {', '.join(existing)}: nsa init overwrites nothing. Name another folder, or move "
+            "this one away."
         )
     new_folder = texts if with_text or starter.reads_text else folder
     new_folder.mkdir(parents=True, exist_ok=True)

@@ -42,17 +42,18 @@ def monitor(
 
     console = Console(highlight=False, markup=False)
     with closing(SnapshotReader(run)) as reader:
+        live = console.is_terminal and not once
 
         def draw() -> list["Text"]:
             size = console.size if console.is_terminal else _SMALLEST
-            lines = frame(reader.read(), width or size[0], height or size[1])
+            lines = frame(reader.read(), width or size[0], height or size[1], live=live)
             return lines if console.encoding.startswith("utf") else [plain_ascii(line) for line in lines]
 
-        if once or not console.is_terminal:
+        if live:
+            _show_live(draw, console, interval)
+        else:
             for line in draw():
                 console.print(line, overflow="ignore", no_wrap=True, crop=False)
-        else:
-            _show_live(draw, console, interval)
 
 
 def _show_live(draw: Callable[[], list["Text"]], console: "Console", interval: float) -> None:

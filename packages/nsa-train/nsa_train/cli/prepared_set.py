@@ -37,11 +37,11 @@ _USEFUL_PASSES = 4
 _BYTES_PER_SUBWORD = 4
 """English text: a byte tokenizer counts about four times the tokens of a subword tokenizer."""
 _SHIPPED_MODELS = {
-    "configs/cpu_quickstart.yaml": 496_536,
-    "configs/cpu_stories.yaml": 3_894_624,
-    "configs/base_125m_8k.yaml": 123_827_376,
-    "configs/base_1b_32k.yaml": 1_078_697_024,
-    "configs/base_7b_128k.yaml": 7_240_170_752,
+    "cpu_quickstart": 496_536,
+    "cpu_stories": 3_894_624,
+    "base_125m_8k": 123_827_376,
+    "base_1b_32k": 1_078_697_024,
+    "base_7b_128k": 7_240_170_752,
 }
 """Parameters of the shipped configs, with the vocabulary that their header names."""
 
@@ -240,7 +240,7 @@ def print_summary(out: str, source: str, *, as_json: bool) -> None:
     _print_totals(out, manifest)
     _print_preview(preview)
     _print_advice(advice, manifest)
-    print_line(f"Train on it with: nsa train CONFIG data.dataset=prepared data.path={out}")
+    print_line(f"Train on it, with that config or your own: nsa train {advice['nearest_config']} data.path={out}")
 
 
 def _print_report(source: str, report: "ReadReport") -> None:

@@ -140,6 +140,9 @@ def _add_section(section: yaml.MappingNode, path: Path, prefix: str, origin: str
 
 
 def _compose(path: Path, layer: SettingsLayer) -> yaml.MappingNode | None:
+    if path.is_dir():
+        layer.problems.append(f"{path} is a folder, not a config file.{_config_inside(path)}")
+        return None
     try:
         with open_regular(path) as file:  # a pipe could be read once, and each rank reads its config
             raw = file.read(_MOST_BYTES + 1)
@@ -219,6 +222,13 @@ def _is_flat(node: yaml.SequenceNode) -> bool:
 
 def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in _NULLS
+
+
+def _config_inside(folder: Path) -> str:
+    configs = sorted(folder.glob("*.yaml"))
+    if not configs:
+        return " Name a .yaml file; `nsa init FOLDER` writes one."
+    return f" Did you mean {' or '.join(str(config) for config in configs[:3])}?"
 
 
 def _similar_file(path: Path) -> str:

@@ -121,6 +121,6 @@ def require_replaceable(out: Path, may_replace: Callable[[Path], bool]) -> None:
         raise OutputError(f"{out} is not a folder: nothing is written there. Name a new folder.")
     if any(out.iterdir()) and not may_replace(out):
         raise OutputError(
-            f"{out} is not empty, and holds something else than an earlier export, or --overwrite was not given: "
-            f"nothing in it is changed. Name a new folder, or add --overwrite to replace an earlier export."
+            f"{out} is not empty: nothing in it is changed. Name a new folder, or add --overwrite, which replaces an "
+            "earlier export and nothing else."
         )

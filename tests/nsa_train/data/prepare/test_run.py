@@ -20,11 +20,12 @@ from nsa.files import SHARED_MEMORY
 from nsa_train.data.document import is_held_out
 from nsa_train.data.document_stream import DocumentStream
 from nsa_train.data.prepare.plan import make_plan, record_plan
-from nsa_train.data.prepare.run import prepare
+from nsa_train.data.prepare.run import prepare, read_report
 from nsa_train.data.prepare.slurm import submit
 from nsa_train.data.prepare.task import run_task
 from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.data.shards.reader import ShardReader
+from nsa_train.data.source.read_report import DAMAGED_PARTS
 from nsa_train.data.source.resolve import open_source
 from nsa_train.data.tokenizer import ByteTokenizer
 from nsa_train.storage import StorageFolder
@@ -221,6 +222,8 @@ def test_a_corrupt_unit_stops_or_is_left_out_by_name(tmp_path: Path) -> None:
     manifest = prepare(make_plan(str(corpus), "byte", max_bad_units=1), str(tmp_path / "lenient"), workers=1)
     assert len(manifest.quarantined) == 1
     assert "row group" in manifest.quarantined[0]
+    report = read_report(StorageFolder(str(tmp_path / "lenient")))
+    assert report.skipped[DAMAGED_PARTS].first == manifest.quarantined
     assert manifest.totals("train")["documents"] in (240, 239)
 
 

@@ -14,6 +14,7 @@ from olmo_core.utils import log_or_print, setup_logging
 
 from nsa_train.train.engine.engine_log import (
     _ANNOUNCING_LOGS,
+    _TRAINER_LOG,
     _TRANSFORMER_ENGINE_LOG,
     logging_restored,
     without_announcements,
@@ -27,6 +28,14 @@ def test_a_transformer_engine_that_does_not_load_is_reported(caplog):
     log.warning("transformer_engine unavailable, disabling TE attention: No module named 'transformer_engine'")
     assert not caplog.records
     log.warning("transformer_engine unavailable, disabling TE attention: libcublas.so.13: cannot open")
+    assert len(caplog.records) == 1
+
+
+def test_a_stop_is_announced_by_the_run_and_not_by_the_engine(caplog):
+    log = logging.getLogger(_TRAINER_LOG)
+    log.warning("Run canceled from all ranks. Reason: SIGINT received")
+    assert not caplog.records
+    log.warning("Run canceled from rank 3. Reason: a callback")
     assert len(caplog.records) == 1
 
 

@@ -102,8 +102,10 @@ def test_a_frame_fits_its_terminal(make, size, tmp_path):
 def test_the_command_prints_one_frame_of_80_by_24(make, tmp_path):
     result = CliRunner().invoke(app, ["monitor", str(make(tmp_path)), "--once"])
     assert result.exit_code == 0, result.output
+    assert "q quit" not in result.output
     lines = result.output.rstrip("\n").split("\n")
     assert len(lines) <= 24
+    assert lines[-2].strip(), "no free lines before the last"
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in result.output
 

@@ -24,7 +24,7 @@ from nsa_train.data.prepare.plan import WORK, PreparePlan, PrepareTask, open_tas
 from nsa_train.data.shards.manifest import SPLITS, TRAIN, VALIDATION
 from nsa_train.data.shards.writer import ShardInfo, ShardWriter
 from nsa_train.data.source.file import FileKind, file_kind
-from nsa_train.data.source.read_report import DUPLICATES, ReadReport
+from nsa_train.data.source.read_report import DAMAGED_PARTS, DUPLICATES, ReadReport
 from nsa_train.data.source.resolve import read_counted
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer
 from nsa_train.storage import StorageFolder
@@ -97,10 +97,11 @@ class _TaskReader:
 
     def _quarantine(self, unit: str, error: CorruptUnit) -> None:
         self.bad_units.append(unit)
+        self.report.skip(DAMAGED_PARTS, unit)
         if len(self.bad_units) > self._plan.max_bad_units:
             raise DataError(
-                f"{len(self.bad_units)} unit(s) of one task are corrupt, max_bad_units is {self._plan.max_bad_units}. "
-                f"Last: {error}. {error.fix}, or raise --max-bad-units to skip such units."
+                f"{error}. {error.fix}, or skip damaged parts of files: --max-bad-units N, which is "
+                f"{self._plan.max_bad_units}."
             ) from error
 
 

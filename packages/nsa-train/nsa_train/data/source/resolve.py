@@ -3,6 +3,7 @@
 Lists local files in a fixed order, with what was left out and why; verifies units by the checksums of earlier reads.
 """
 
+import difflib
 import glob
 import hashlib
 import logging
@@ -293,7 +294,12 @@ def _refuse_other_endings(spec: str, paths: list[Path]) -> None:
 def _why_nothing(path: Path, left_out: ReadReport) -> str:
     endings = f"files must end in {', '.join(SUFFIXES)}"
     if not path.is_dir():
-        return f"matches no file: {endings}. Check the path; a hub dataset id is written as owner/name."
+        if glob.has_magic(str(path)):
+            return f"matches no file: {endings}. Check the pattern."
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        guess = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"Did you mean {path.parent / guess[0]}?" if guess else "Check the path."
+        return f"is no file or folder here. {hint} (A dataset of the Hugging Face hub is written as owner/name.)"
     reasons = [f"{entry.count} {reason}, e.g. {entry.first[0]!r}" for reason, entry in left_out.skipped.items()]
     return f"has no file to read ({'; '.join(reasons) or 'it is empty'}): {endings}. Check the path."
 

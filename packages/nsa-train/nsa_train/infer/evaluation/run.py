@@ -82,7 +82,10 @@ class EvaluationRequest:
     def __post_init__(self) -> None:
         unknown = [task for task in self.tasks or () if task not in _TASKS]
         if unknown:
-            raise ConfigError(f"unknown task {unknown[0]!r}. The tasks are {', '.join(_TASKS)}.")
+            raise ConfigError(
+                f"unknown task {unknown[0]!r}. The tasks are {', '.join(_TASKS)}. Those of "
+                "lm-evaluation-harness, such as hellaswag, have an option of their own: --lm-eval TASKS."
+            )
         if any(not 0 <= depth <= 1 for depth in self.depths) or not self.depths:
             raise ConfigError("--depths takes percentages from 0 to 100, e.g. 0,50,100.")
         if any(length < 1 for length in self.lengths or ()) or self.limit < 1 or self.layer_rows < 1:

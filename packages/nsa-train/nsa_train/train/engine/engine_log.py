@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 _ENGINE = "olmo_core"
 _TRANSFORMER_ENGINE_LOG = f"{_ENGINE}.nn.attention.te_attn_api"
+_TRAINER_LOG = f"{_ENGINE}.train.trainer"
 _REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 _ANNOUNCING_LOGS = (f"{_ENGINE}.utils", f"{_ENGINE}.distributed.utils", f"{_ENGINE}.train")
 """Loggers of the engine that announce environment variables, ranks and time limits."""
@@ -30,6 +31,12 @@ def _not_about_a_norm(record: logging.LogRecord) -> bool:
     return "_NormPartial" not in record.getMessage()
 
 
+def _not_about_a_stop(record: logging.LogRecord) -> bool:
+    """A run that was asked to stop says so itself, with the step and how to continue."""
+    return not record.getMessage().startswith("Run canceled from all ranks.")
+
+
+logging.getLogger(_TRAINER_LOG).addFilter(_not_about_a_stop)
 logging.getLogger(_TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
 logging.getLogger(_REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
 

@@ -41,8 +41,8 @@ _ENDED = ("finished", "halted", "stopped", "failed")
 _PACE_RECORDS = 20
 
 
-def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
-    """Render `height` lines of `width` cells."""
+def frame(snapshot: RunSnapshot, width: int, height: int, *, live: bool = True) -> list[Text]:
+    """Render `height` lines of `width` cells; fewer without free lines and keys to press if it is not `live`."""
     plan = _plan(snapshot, height)
     left = (width - 2) // 2
     lines = [_header(snapshot, width), _facts(snapshot, width)]
@@ -52,8 +52,9 @@ def frame(snapshot: RunSnapshot, width: int, height: int) -> list[Text]:
     lines += _findings(snapshot, width, plan.findings)
     lines += _events(snapshot.run.events, width, height - 1 - len(lines))
     lines = lines[: height - 1]
-    lines += [Text("")] * (height - 1 - len(lines))
-    return [fit(each, width) for each in [*lines, _footer(snapshot, width)]]
+    if live:
+        lines += [Text("")] * (height - 1 - len(lines))
+    return [fit(each, width) for each in [*lines, _footer(snapshot, width, live)]]
 
 
 class _FrameLayout(NamedTuple):
@@ -316,6 +317,7 @@ def _events(events: Sequence[RunEvent], width: int, room: int) -> list[Text]:
     return lines
 
 
-def _footer(snapshot: RunSnapshot, width: int) -> Text:
-    keys = "q quit" if snapshot.state not in _ENDED else "q quit · this run has ended; these are its last values"
+def _footer(snapshot: RunSnapshot, width: int, live: bool) -> Text:
+    ended = "this run has ended; these are its last values" if snapshot.state in _ENDED else ""
+    keys = " · ".join(words for words in ("q quit" if live else "", ended) if words)
     return ends(line((keys, QUIET)), line((f"{clock(snapshot.now)} UTC", QUIET)), width)
