@@ -112,13 +112,13 @@ _MEASURE = """<script>document.fonts.ready.then(() => {
     const range = document.createRange();
     range.setStart(node, start);
     range.setEnd(node, end);
-    return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size;
+    return new Set([...range.getClientRects()].filter(box => box.width > 0).map(box => Math.round(box.top))).size;
   };
   let broken = 0;
   for (const table of tables) {
     const walker = document.createTreeWalker(table, NodeFilter.SHOW_TEXT);
     for (let node; (node = walker.nextNode()); )
-      for (const word of node.data.matchAll(/[\\w.]{1,24}(?![\\w.])/g))
+      for (const word of node.data.matchAll(/(?<![\\w.])[\\w.]{1,24}(?![\\w.])/g))
         broken += lines(node, word.index, word.index + word[0].length) > 1;
   }
   parent.postMessage([innerWidth, boxes.length, cut.length, broken].join(" "), "*");
