@@ -87,7 +87,9 @@ COMMANDS = (
     Mistake("a corpus that is not there", "data prepare HERE/nothing HERE/out", CONFIG, ("nothing", "Check the path")),
     Mistake("a corpus misspelt", "data prepare HERE/text HERE/out", CONFIG, ("HERE/text'", "Did you mean TEXTS?")),
     Mistake("a pattern without files", "data prepare HERE/*.html HERE/out", CONFIG, ("*.html", ".jsonl", "pattern")),
-    Mistake("another key to prepare", "data prepare KEYS NEW", DATA, ("content", "--text-column", "--max-bad-units")),
+    Mistake(
+        "another key to prepare", "data prepare KEYS HERE/half", DATA, ("content", "--text-column", "--max-bad-units")
+    ),
     Mistake("a file of another kind", "data prepare HERE/report.pdf HERE/out", CONFIG, ("report.pdf", ".txt")),
     Mistake("no such tokenizer to prepare with", "data prepare TEXTS HERE/out --tokenizer b.json", CONFIG, ("b.json",)),
     Mistake("another key of the text", "data tokenizer train KEYS HERE/t.json", DATA, ("content", "--text-column")),
