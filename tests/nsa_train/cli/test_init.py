@@ -100,7 +100,7 @@ def test_an_unusual_folder_name_is_quoted_in_yaml_and_in_the_shell(folder):
 def test_nothing_is_overwritten(words):
     run_init("my-run", "--text")
     Path("my-run/config.yaml").write_text("mine")
-    with pytest.raises(OutputError, match=r"my-run/config\.yaml.*Name another folder"):
+    with pytest.raises(OutputError, match=r"my-run already holds config\.yaml.*Name another folder"):
         run_init(*words)
     assert Path("my-run/config.yaml").read_text() == "mine"
 

@@ -66,14 +66,19 @@ def require_folder_and_data(config: "RunConfig", options: "StartOptions") -> Non
     again, with all others."""
     from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
     from nsa_train.planning.preflight_facts import DryRun, PreflightFacts, read_folder_facts
-    from nsa_train.planning.preflight_rules import CHECKED_EARLY, check_rules, require_passed
+    from nsa_train.planning.preflight_rules import CHECKED_EARLY, HALT_FILE, check_rules, failed, require_passed
     from nsa_train.train.datasets import look_for_data
 
     here, folder = HardwareTarget(DEVICES[CPU], here=True), read_folder_facts(config)
     data = look_for_data(config, here, folder, options.resuming)
     tried = replace(DryRun.not_tried("torch is not imported yet"), data=data)
     facts = PreflightFacts(config, here, None, folder, tried, resuming=options.resuming)
-    require_passed(check_rules(facts, options.allow, CHECKED_EARLY))
+    halted = (
+        () if options.clear_halt else (HALT_FILE,)
+    )  # alone it is no reason yet: the run ends with a code of its own
+    verdicts = check_rules(facts, options.allow, (*CHECKED_EARLY, *halted))
+    if {verdict.rule for verdict in failed(verdicts)} != {HALT_FILE}:
+        require_passed(verdicts)
 
 
 def is_known_package(package: str) -> bool:
