@@ -5,6 +5,7 @@ and key is visited by name.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,36 @@ def attend_to(q: Array, keys: list[Array], values: list[Array], width: int, scal
     for p, value in zip(softmax_row([scale * float(q @ k) for k in keys]), values, strict=True):
         out += p * value
     return out
+
+
+class HeadGradients(NamedTuple):
+    """One head of one query: what it read, and gradients of its query, keys and values."""
+
+    out: Array
+    lse: float
+    q: Array
+    keys: list[Array]
+    values: list[Array]
+
+
+def attend_and_differentiate(q: Array, keys: list[Array], values: list[Array], scale: float, dout: Array,
+                             dlse: float) -> HeadGradients:  # fmt: skip
+    """One head of one query over the listed keys, and its gradients for those of its output and log-sum-exp."""
+    if not keys:
+        return HeadGradients(np.zeros(len(dout)), -math.inf, np.zeros(len(q)), [], [])
+    scores = [scale * float(q @ k) for k in keys]
+    shares = softmax_row(scores)
+    out = attend_to(q, keys, values, len(dout), scale)
+    pulls = [p * (float(v @ dout) - float(out @ dout) + dlse) for p, v in zip(shares, values, strict=True)]
+    dq = sum((scale * pull * k for pull, k in zip(pulls, keys, strict=True)), np.zeros(len(q)))
+    top = max(scores)
+    lse = top + math.log(sum(math.exp(s - top) for s in scores))
+    return HeadGradients(out, lse, dq, [scale * pull * q for pull in pulls], [p * dout for p in shares])
+
+
+def tokens_of_blocks(t: int, blocks: list[int], block_size: int) -> list[int]:
+    """Tokens up to token t that lie in one of the blocks."""
+    return [token for token in range(t + 1) if token // block_size in blocks]
 
 
 def window_tokens(t: int, w: int) -> list[int]:

@@ -69,7 +69,7 @@ def test_a_rank_does_not_import_what_it_does_not_use(first_step, module):
 
 PUBLIC = (
     "NSAAttention", "AttentionConfig", "nsa_attention", "compressed_attention", "select_blocks", "selected_attention",
-    "sliding_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",
+    "sliding_attention", "block_sparse_attention", "compress_blocks", "NSATransformer", "NSACache", "Geometry",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nsa.core.attention_config import AttentionConfig
     from nsa.core.functional import (
+        block_sparse_attention,
         compress_blocks,
         compressed_attention,
         nsa_attention,
@@ -29,6 +30,7 @@ _HOMES = {
     "NSAAttention": "nsa.core.nsa_attention",
     "NSACache": "nsa.core.model_layers",
     "NSATransformer": "nsa.model.transformer",
+    "block_sparse_attention": "nsa.core.functional",
     "compress_blocks": "nsa.core.functional",
     "compressed_attention": "nsa.core.functional",
     "nsa_attention": "nsa.core.functional",
@@ -44,6 +46,7 @@ __all__ = [
     "NSACache",
     "NSATransformer",
     "__version__",
+    "block_sparse_attention",
     "compress_blocks",
     "compressed_attention",
     "nsa_attention",

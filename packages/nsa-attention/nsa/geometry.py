@@ -4,7 +4,7 @@ Needs no torch, so that configuration and planning can use it too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from math import gcd, lcm
 from typing import Any
@@ -15,8 +15,8 @@ from nsa.option_fields import ARGUMENT_NAMES, OptionNames, broken_limits, option
 FORCED_BLOCKS = 3  # the first block and the two nearest the query are always selected
 _FFN_MULTIPLE = 64
 _LARGEST_WINDOW = 2**31 - 1
-_LARGEST_BLOCK = 2**16
-_MOST_BLOCKS = 2**16
+LARGEST_BLOCK = 2**16
+MOST_BLOCKS = 2**16
 _TOKENS: dict[str, Any] = dict(unit="tokens", at_least=1, because="it counts tokens")
 
 
@@ -36,7 +36,7 @@ class Geometry:
     w: int = option(512, "Length of the sliding window, including the query's own token.", **_TOKENS)
 
     def __post_init__(self) -> None:
-        require_rules(self.broken_rules())
+        _require_sizes(self.l, self.d, self.l_sel, self.n_sel, self.w)
 
     def broken_rules(self, names: OptionNames = ARGUMENT_NAMES) -> Iterator[BrokenRule]:
         """Every rule that these sizes break."""
@@ -44,10 +44,10 @@ class Geometry:
             yield from limits
             return
         for size in ("l", "d", "l_sel"):
-            if (value := getattr(self, size)) > _LARGEST_BLOCK:
+            if (value := getattr(self, size)) > LARGEST_BLOCK:
                 yield BrokenRule(
                     (names[size],),
-                    f"{names[size]} ({value}) must be at most {_LARGEST_BLOCK}: kernels and caches hold whole blocks. "
+                    f"{names[size]} ({value}) must be at most {LARGEST_BLOCK}: kernels and caches hold whole blocks. "
                     f"Set e.g. {names[size]}=32.",
                 )
         if self.w > _LARGEST_WINDOW:
@@ -60,7 +60,7 @@ class Geometry:
             undivided = [size for size in ("l", "l_sel") if getattr(self, size) % self.d]
             sizes = " and ".join(f"{names[size]} ({getattr(self, size)})" for size in undivided)
             both = gcd(self.l, self.l_sel)
-            strides = (stride for stride in range(1, min(both, _LARGEST_BLOCK) + 1) if both % stride == 0)
+            strides = (stride for stride in range(1, min(both, LARGEST_BLOCK) + 1) if both % stride == 0)
             yield BrokenRule(
                 (names.d, *(names[size] for size in undivided)),
                 f"{names.d} ({self.d}) must divide {sizes}: block scores map to selection blocks in whole strides. Set "
@@ -72,10 +72,10 @@ class Geometry:
                 f"{names.d} ({self.d}) must divide {names.l_sel} ({self.l_sel}): selection blocks begin where "
                 f"compression blocks do. Set e.g. {names.l_sel}={-(-self.l_sel // self.d) * self.d}.",
             )
-        if not FORCED_BLOCKS <= self.n_sel <= _MOST_BLOCKS:
+        if not FORCED_BLOCKS <= self.n_sel <= MOST_BLOCKS:
             limit = f"at least {FORCED_BLOCKS}: the first block and two local blocks are always among the selected ones"
-            if self.n_sel > _MOST_BLOCKS:
-                limit = f"at most {_MOST_BLOCKS}: every query stores the numbers of its blocks"
+            if self.n_sel > MOST_BLOCKS:
+                limit = f"at most {MOST_BLOCKS}: every query stores the numbers of its blocks"
             fix = f"Set e.g. {names.n_sel}=16."
             yield BrokenRule((names.n_sel,), f"{names.n_sel} ({self.n_sel}) must be {limit}. {fix}")
 
@@ -126,6 +126,18 @@ class Geometry:
         return {**self.total_reads(max(0, n_tokens - self.w)), "sliding": self.total_reads(n_tokens)["sliding"]}
 
 
+def _require_sizes(*sizes: int) -> None:
+    unchecked = object.__new__(Geometry)
+    for size, value in zip(fields(Geometry), sizes, strict=True):
+        object.__setattr__(unchecked, size.name, value)
+    require_rules(unchecked.broken_rules())
+
+
+# As `nsa.kernels.interface.constant_when_traced`, which needs torch: sizes that are written inside a compiled function
+# are checked while it is traced.
+_require_sizes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CoarseConfig:
     """The second level of the compressed branch, for very long rows."""
@@ -146,10 +158,10 @@ class CoarseConfig:
 
     def broken_rules(self, g: Geometry, names: OptionNames = ARGUMENT_NAMES) -> Iterator[BrokenRule]:
         entries, n_blocks = self.coarse_block, self.n_coarse
-        if entries > _LARGEST_BLOCK:
+        if entries > LARGEST_BLOCK:
             yield BrokenRule(
                 (names.coarse_block,),
-                f"{names.coarse_block} ({entries}) must be at most {_LARGEST_BLOCK}: kernels hold whole blocks. Set "
+                f"{names.coarse_block} ({entries}) must be at most {LARGEST_BLOCK}: kernels hold whole blocks. Set "
                 f"e.g. {names.coarse_block}=64.",
             )
         if n_blocks < FORCED_BLOCKS:

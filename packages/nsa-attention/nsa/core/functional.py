@@ -1,5 +1,7 @@
 """Functional NSA on plain tensors: `nsa_attention` and its branches, with projections and RoPE left to the caller.
 
+`block_sparse_attention` reads blocks that anything else chose, such as a learned indexer.
+
 Tensors are [batch, tokens, heads, width], as in FlashAttention. Head h attends over the keys of group h // (H / G).
 `cu_seqlens` packs documents: cumulative lengths, int32 [n + 1], rows of the batch end to end; documents do not see each
 other. Everything is differentiable in queries, keys, values and gates, by autograd and `torch.func.grad`, and compiles
@@ -24,7 +26,7 @@ from nsa.core.compression import mean_of_blocks
 from nsa.core.layer_kinds import ThreeBranches
 from nsa.core.positions import DocumentLayout, packed_layout, plain_layout
 from nsa.errors import ConfigError
-from nsa.geometry import Geometry
+from nsa.geometry import FORCED_BLOCKS, LARGEST_BLOCK, MOST_BLOCKS, Geometry
 from nsa.kernels.precision import require_one_dtype
 from nsa.kernels.reference import Attended
 from nsa.kernels.registry import KernelPlan, KernelShape, RequestedKernels, backend_request
@@ -88,7 +90,7 @@ def nsa_attention(
     compressed: keys and values of the compressed branch as [B, C, G, K] and [B, C, G, V], made by the caller; their
         order is that of `compress_blocks`. Default: the mean of each block of the compressed branch's k and v.
     scale: of the scores; default 1 / sqrt(K).
-    blocks: chosen blocks [B, S, G, N] to attend to instead of selecting; −1 entries are ignored.
+    blocks: chosen blocks to attend to instead of selecting, as the indices of `block_sparse_attention`.
     kernels: a backend's name, or a name per branch; 'auto' takes the one of NSA_KERNEL, else the fastest that can run.
     return_lse, return_blocks: return an `NSAOutput` with each branch's log-sum-exps and the chosen blocks.
     """
@@ -148,13 +150,45 @@ def selected_attention(
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Attended:
-    """Attend to the tokens of the given blocks that are not after the query: [B, S, H, V].
+    """Attend to the tokens of the given blocks of `l_sel` tokens that are not after the query: [B, S, H, V].
 
-    options: geometry, scale, cu_seqlens, kernels.
+    blocks: as the indices of `block_sparse_attention`. options: geometry, scale, cu_seqlens, kernels.
     """
     batch = _QueryBatch(q_BSHK, k_BSGK, **options)
     keys = batch.raw_keys("selected", k_BSGK, v_BSGV)
     return batch.attend("selected", keys, return_lse, batch.blocks(blocks_BSGN))
+
+
+def block_sparse_attention(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGV: Tensor,
+    block_indices_BSGN: Tensor,
+    *,
+    block_size: int,
+    cu_seqlens: CuSeqlens = None,
+    scale: float | None = None,
+    kernels: RequestedKernels = "auto",
+    return_lse: bool = False,
+) -> Attended:
+    """Attend to the tokens of chosen blocks that are not after the query: [B, S, H, V], with exact gradients.
+
+    block_indices: integers [B, S, G, N], or [B, S, 1, N] where all heads of a token read the same blocks, in any order.
+        Block j is tokens j · block_size to (j + 1) · block_size − 1 of the query's own document. Entries below 0 are
+        ignored, a block that is named twice is read once, and of a block that lies after the query, wholly or in part,
+        only tokens up to the query are read. A query that reads nothing gets zeros, and −inf as its log-sum-exp.
+    block_size: any number of tokens from 1 on.
+    scale: of the scores; default 1 / sqrt(K).
+    kernels: as for `nsa_attention`; a backend that cannot read so many blocks is refused with the reason.
+    return_lse: also return the log-sum-exps of the scores, natural logarithm, fp32 [B, S, H]; they have gradients too.
+    """
+    n_blocks = block_indices_BSGN.shape[-1] if block_indices_BSGN.dim() else 0
+    _require_block_sizes(block_size, n_blocks)
+    geometry = Geometry(l=1, d=1, l_sel=block_size, n_sel=max(FORCED_BLOCKS, n_blocks), w=1)
+    return selected_attention(
+        q_BSHK, k_BSGK, v_BSGV, block_indices_BSGN, return_lse=return_lse, geometry=geometry, scale=scale,
+        cu_seqlens=cu_seqlens, kernels=kernels,
+    )  # fmt: skip
 
 
 def sliding_attention(
@@ -210,6 +244,7 @@ class _QueryBatch:
                 f"queries of a multiple of {max(1, self.n_groups)} heads.{self._sdpa_hint()}"
             )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
+        self.n_tokens = n_batch * length if self.packed else length
         self.kernels = backend_request(kernels)
         self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
         try:
@@ -278,22 +313,25 @@ class _QueryBatch:
         return self.rows(wide.expand(want)).unflatten(2, (self.n_groups, -1))
 
     def blocks(self, blocks_BSGN: Tensor) -> Tensor:
-        """Ascending, each once, −1 past the last, as the kernels need it."""
-        want = (*self.shape, self.n_groups)
-        if blocks_BSGN.dim() != 4 or blocks_BSGN.shape[:3] != want or blocks_BSGN.is_floating_point():
+        """Ascending, each once, −1 past the last, as the kernels need it; for each group."""
+        of_groups, of_all = (*self.shape, self.n_groups), (*self.shape, 1)
+        shape = tuple(blocks_BSGN.shape)
+        if len(shape) != 4 or shape[:3] not in (of_groups, of_all) or blocks_BSGN.is_floating_point():
             raise ConfigError(
-                f"blocks are {blocks_BSGN.dtype} of shape {list(blocks_BSGN.shape)}: they number the chosen blocks of "
-                f"each token and group. Pass int32 of shape {[*want, 'N']}, as select_blocks returns it."
-                f"{self._sdpa_hint()}"
+                f"blocks are {blocks_BSGN.dtype} of shape {list(shape)}: they number the chosen blocks of each token "
+                f"and group. Pass int32 of shape {[*of_groups, 'N']}, as select_blocks returns it, or of shape "
+                f"{[*of_all, 'N']} for all groups.{self._sdpa_hint()}"
             )
-        if not blocks_BSGN.shape[3]:
-            blocks_BSGN = blocks_BSGN.new_full((*want, 1), -1)
-        none = torch.iinfo(torch.int32).max
-        numbers = blocks_BSGN.long().clamp(max=none)  # a block that far is past every query
-        sorted_ = numbers.masked_fill(numbers < 0, none).to(torch.int32).sort(-1).values
+        if not shape[3]:
+            blocks_BSGN = blocks_BSGN.new_full((*shape[:3], 1), -1)
+        none = self.geometry.n_blocks(self.n_tokens)  # blocks from there on are past every query
+        numbers = blocks_BSGN.long()
+        outside = (numbers < 0) | (numbers >= none)
+        sorted_ = numbers.masked_fill(outside, none).to(torch.int32).sort(-1).values
         again = torch.nn.functional.pad(sorted_[..., 1:] == sorted_[..., :-1], (1, 0))
         sorted_ = sorted_.masked_fill(again, none).sort(-1).values
-        return self.rows(sorted_.masked_fill(sorted_ == none, -1))
+        chosen_BSGN = sorted_.masked_fill(sorted_ == none, -1).expand(-1, -1, self.n_groups, -1)
+        return self.rows(chosen_BSGN.contiguous())
 
     def _sdpa_hint(self) -> str:
         """Advice for errors about shapes, if queries and keys look like [batch, heads, tokens, width]."""
@@ -314,6 +352,18 @@ class _QueryBatch:
                 f"{list(self.shape)} tokens, {self.n_groups} groups and {self.geometry} they must be "
                 f"{[*want, self.d_k]} and {[*want, 'V']}.{self._sdpa_hint()}"
             )
+
+
+def _require_block_sizes(block_size: int, n_blocks: int) -> None:
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or not 1 <= block_size <= LARGEST_BLOCK:
+        raise ConfigError(
+            f"block_size is {block_size!r:.80}: it counts the tokens of a block, from 1 to {LARGEST_BLOCK}. Pass e.g. "
+            f"block_size=64."
+        )
+    if n_blocks > MOST_BLOCKS:
+        raise ConfigError(
+            f"block_indices name {n_blocks} blocks per query: at most {MOST_BLOCKS} are read. Pass larger blocks."
+        )
 
 
 def _checked_scale(scale: float | None, d_k: int) -> float:
