@@ -34,7 +34,7 @@ READY_S = 500.0
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PRELOADED = (
     "nsa_train.train.run", "nsa_train.cli.main", "nsa_train.infer.load_model", "nsa.hf.modeling", "transformers",
-    "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo",
+    "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch.distributed.launcher.api", "torch._dynamo",
 )  # fmt: skip
 
 
@@ -249,6 +249,12 @@ def _serve(path: str) -> ForkRequest:
             connection.sendall(f"{pid}\n".encode())
         if 0 in ready:
             sys.exit()
+
+
+def become(request: ForkRequest, files: list[int]) -> NoReturn:
+    """Run the program in this process, which was forked for it."""
+    _become(request, files)
+    _run_to_the_end(request.words)
 
 
 def _become(request: ForkRequest, files: list[int]) -> None:

@@ -165,9 +165,11 @@ ROWS = {
 }
 
 
-# `words` replace a text of the notebook: the same with less to compute.
+# Every second of `words` takes the place of the one before it: the same with less to compute. At night, as it is.
 NOTEBOOKS = {
-    "attention.ipynb": Example(check_attention, ("(1024, 2048, 4096, 8192)", "(1024, 2048)")),
+    "attention.ipynb": Example(
+        check_attention, ("(1024, 2048, 4096, 8192)", "(1024, 2048)", "inputs(24,", "inputs(14,")
+    ),
     "train_and_talk.ipynb": Example(check_first_model, ("steps = 300", "steps = 40"), (NIGHTLY,)),
 }
 
@@ -193,9 +195,11 @@ def test_it_runs_and_prints_what_it_promises(name: str, forked: bool, tmp_path: 
 @pytest.mark.parametrize(("name", "forked"), parameters(NOTEBOOKS))
 def test_the_notebook_runs_from_top_to_bottom(name: str, forked: bool, tmp_path: Path):
     row, text = NOTEBOOKS[name], (EXAMPLES / name).read_text(encoding="utf-8")
-    longer, shorter = row.words
-    assert text.count(longer) == 1
-    (tmp_path / name).write_text(text.replace(longer, shorter), encoding="utf-8")
+    for longer, shorter in zip(row.words[::2], row.words[1::2], strict=True):
+        assert text.count(longer) == 1
+        if forked or NIGHTLY in row.marks:
+            text = text.replace(longer, shorter)
+    (tmp_path / name).write_text(text, encoding="utf-8")
     row.check(run(tmp_path, str(RUN_NOTEBOOK), name, forked=forked), tmp_path)
 
 

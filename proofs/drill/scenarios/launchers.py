@@ -22,7 +22,7 @@ def killed_agent(harness: DrillHarness, result: DrillResult) -> None:
     """The process between launcher and ranks is killed: its ranks die with it, and the launcher starts again."""
     launched = harness.launch(nproc=2)
     pids = [harness.wait_for_step(_MIDDLE, launched, rank) for rank in (0, 1)]
-    agent = _child_with(launched.pid, b"nsa_train.train.launch.agent")
+    agent = _child_with(launched.pid)  # a launcher has no other
     at = time.time()
     os.kill(agent, signal.SIGKILL)
     event = _verdict(harness, launched)
@@ -126,8 +126,8 @@ def _verdict(harness: DrillHarness, launched: DrillProcess) -> RunEvent:
     return harness.wait_for("the launcher's record", lambda: artifacts.launcher_verdicts(folder), launched)[0]
 
 
-def _child_with(parent: int, text: bytes) -> int:
-    """The child process whose command line contains the text, by whichever thread it was started."""
+def _child_with(parent: int, text: bytes = b"") -> int:
+    """The first child process whose command line contains the text, by whichever thread it was started."""
     for thread in Path(f"/proc/{parent}/task").iterdir():
         for word in (thread / "children").read_text().split():
             if text in Path(f"/proc/{word}/cmdline").read_bytes():

@@ -20,7 +20,7 @@ from nsa_train.record.run_folder import RunFolder
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, Job, environment, free_port, write_config
 
-WAIT_S = 90
+WAIT_S = 300
 
 
 class Process:

@@ -32,13 +32,15 @@ import os, runpy, shlex, sys
 from dataclasses import replace
 from nsa_train.train.launch import launcher
 from nsa_train.train.launch.agent import die_with_parent
+from tests.nsa_train.train.launch.stand_in import fork_agents
 die_with_parent(os.getppid())
+fork_agents()
 launch, python = launcher.launch, shlex.split(sys.argv[1])
 launcher.launch = lambda settings, *more: launch(replace(settings, command=python + settings.command[1:]), *more)
 del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""Runs a module that dies with the fork server; if it launches ranks, they are forked there, too."""
+"""Runs a module that dies with the fork server; if it launches ranks, they and their agent are forked, too."""
 
 
 def drill(*words: str, timeout_s: float) -> list[dict]:
@@ -56,7 +58,7 @@ def start_forked(command: list[str], node: None, variables: dict[str, str], out:
 
 @contextmanager
 def forked_programs() -> Iterator[None]:
-    """Programs of the drill are forked from one that has imported torch; the agents of launchers are new ones."""
+    """Programs of the drill are forked from one that has imported torch."""
     fork_server.run(["-c", ""], cwd=ROOT, env={})  # the server is there before several threads want one
     with mock.patch.object(DrillProcess, "_start", staticmethod(start_forked)):
         yield
@@ -97,7 +99,7 @@ def test_every_class_is_played_for_every_change():
     assert played == {each.run.__module__ for each in SCENARIOS.values()}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", EVERY_CHANGE)
 def test_a_row_of_each_class_holds(forked_rows, name):
     assert forked_rows[name].unmet == []

@@ -1,34 +1,29 @@
 """A run goes on after what can get better, stops at what cannot, and leaves no rank behind: real processes, real kills.
 
-This file is also the stand-in for the trainer: no torch, a checkpoint every few hundredths of a second.
+For every change a launcher forks its agents; every night they are new interpreters, as those of users are.
 """
 
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from nsa.errors import ConfigError, ExitCode  # noqa: E402
-from nsa_train.checkpoint.folder import CheckpointFolder, RetentionPolicy  # noqa: E402
-from nsa_train.record import halt_file  # noqa: E402
-from nsa_train.record.events import EventKind, LauncherAction, read_events  # noqa: E402
-from nsa_train.record.failure_codes import code_of_exit_status  # noqa: E402
-from nsa_train.train.launch import launcher as launching  # noqa: E402
-from nsa_train.train.launch.agent import NO_RENDEZVOUS  # noqa: E402
-from nsa_train.train.launch.launcher import LaunchSettings, _classify_exit, _RankOutcome, launch  # noqa: E402  # noqa: E402
-from tests import fork_server  # noqa: E402
-
-STEPS = 12
+from nsa.errors import ConfigError, ExitCode
+from nsa_train.record import halt_file
+from nsa_train.record.events import EventKind, LauncherAction, read_events
+from nsa_train.record.failure_codes import code_of_exit_status
+from nsa_train.train.launch import launcher as launching
+from nsa_train.train.launch.agent import NO_RENDEZVOUS
+from nsa_train.train.launch.launcher import LaunchSettings, _classify_exit, _RankOutcome, launch
+from tests import fork_server
+from tests.nsa_train.train.launch import stand_in
+from tests.nsa_train.train.launch.stand_in import STEPS, WAIT_S, commit, newest, wait_for
+from tests.nsa_train.train.runs import ROOT, environment
 
 
 @pytest.mark.parametrize(
@@ -67,14 +62,6 @@ def test_a_reason_names_the_rank_and_the_signal():
     assert _classify_exit({}, -9).why == "the agent was killed by SIGKILL"
     assert _RankOutcome(-9, "").exit_code == 137
     assert _classify_exit({0: 20}, 1).why.startswith("rank 0 exited with 20: ")
-
-
-def commit(run: Path, step: int) -> None:
-    folder = CheckpointFolder(run / "checkpoints", retention=RetentionPolicy(keep_last=3))
-    staging = folder.begin(step)
-    staging.mkdir(parents=True)
-    (staging / "state.json").write_text(json.dumps({"step": step}))
-    folder.commit(step)
 
 
 class Lives:
@@ -187,16 +174,12 @@ def test_numbers_that_cannot_be_launched_are_refused(tmp_path):
 class Running:
     """A launcher of its own process, with two ranks of the stand-in below."""
 
-    def __init__(self, run: Path, mode: str, **settings) -> None:
+    def __init__(self, run: Path, mode: str, agents: str = "forked", **settings) -> None:
         self.run = run
         self.said = run / "said"
-        with self.said.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, "launch", str(run), mode, json.dumps(settings)],
-                cwd=ROOT,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        words = [stand_in.__file__, agents, str(run), mode, json.dumps(settings)]
+        with self.said.open("ab") as out:
+            self.process = fork_server.start(words, cwd=ROOT, env=environment(), stdout=out, stderr=out)
 
     def pids(self, life: int) -> dict[int, int]:
         """Rank → pid of one life of the ranks, once both are up."""
@@ -207,14 +190,7 @@ class Running:
         return int(Path(f"/proc/{self.pids(life)[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
     def end(self) -> int:
-        return self.process.wait(timeout=120)
-
-
-def wait_for(what, name: str, said: Path | None = None) -> None:
-    deadline = time.monotonic() + 90
-    while not what():
-        assert time.monotonic() < deadline, f"{name} never came: {said.read_text() if said else ''}"
-        time.sleep(0.02)
+        return self.process.wait(WAIT_S)
 
 
 def alive(pid: int) -> bool:
@@ -224,12 +200,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def start(tmp_path):
+@pytest.fixture(params=["forked", pytest.param("new", marks=pytest.mark.nightly)])
+def start(request, tmp_path):
     running = []
 
     def begin(mode: str, **settings) -> Running:
-        running.append(Running(tmp_path, mode, backoff_s=0.1, shutdown_s=2, **settings))
+        running.append(Running(tmp_path, mode, request.param, backoff_s=0.1, shutdown_s=2, **settings))
         return running[-1]
 
     yield begin
@@ -239,10 +215,6 @@ def start(tmp_path):
     for pid in (int(file.read_text()) for file in tmp_path.glob("life*-rank*")):  # none, unless a test has failed
         if alive(pid) and str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(pid, signal.SIGKILL)
-
-
-def newest(run: Path) -> int:
-    return max(CheckpointFolder(run / "checkpoints").committed_steps(), default=0)
 
 
 def test_a_run_finishes_after_a_killed_rank_and_a_killed_agent(start, tmp_path):
@@ -329,11 +301,12 @@ def test_a_launcher_that_waits_for_other_nodes_records_it_and_stops_at_once_when
         program = (
             "import pathlib, sys; from nsa_train.train.launch import launcher; launcher._REMIND_S = 0.5; "
             "from nsa_train.train.launch.launcher import LaunchSettings, launch; "
+            "from tests.nsa_train.train.launch.stand_in import fork_agents; fork_agents(); "
             f"sys.exit(launch(LaunchSettings(run_folder=pathlib.Path({str(tmp_path)!r}), **{settings!r}), print))"
         )
-        process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[4])
+        process = fork_server.start(["-c", program], cwd=ROOT, env=environment())
         try:
-            taken.settimeout(60)
+            taken.settimeout(WAIT_S)
             agent, _ = taken.accept()
             wait_for(lambda: read_events(tmp_path), "the event")
             time.sleep(1.0)  # further reminders add no event
@@ -366,7 +339,7 @@ def test_two_nodes_start_one_run(tmp_path):
 def test_a_wrong_config_is_reported_before_any_rank_starts(tmp_path):
     (tmp_path / "run.yaml").write_text(f"train: {{stepz: 3, out_dir: {tmp_path}/run}}\n")
     command = ["-m", "nsa_train.cli", "launch", "--nproc", "2", str(tmp_path / "run.yaml")]
-    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=60)
+    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=WAIT_S)
     assert result.returncode == 20
     assert "Did you mean train.steps?" in result.stderr
     assert not (tmp_path / "run").exists()
@@ -377,55 +350,7 @@ def test_a_data_folder_that_does_not_exist_ends_at_once(dataset, tmp_path):
     pytest.importorskip("olmo_core", reason="the engine is in the train extra")
     words = [f"data.dataset={dataset}", f"data.path={tmp_path}/nowhere", f"train.out_dir={tmp_path}/run"]
     command = ["-m", "nsa_train.cli", "launch", "--nproc", "2", "configs/cpu_quickstart.yaml", *words]
-    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=120)
+    result = fork_server.run(command, cwd=ROOT, env=os.environ, timeout=WAIT_S)
     assert result.returncode == 2, result.stdout + result.stderr
     assert f"{tmp_path}/nowhere" in result.stderr
     assert not (tmp_path / "run" / "logs").exists()
-
-
-def _stand_in(run: Path, mode: str, again: bool) -> None:
-    rank = int(os.environ["RANK"])
-    if mode == "meet":
-        (run / f"met-{rank}-of-{os.environ['WORLD_SIZE']}").touch()
-        sys.exit(0)
-    stubborn = {"stubborn": signal.SIG_IGN, "polite": lambda *_: _leave(run, rank)}
-    signal.signal(signal.SIGTERM, stubborn.get(mode, signal.SIG_DFL))
-    signal.signal(signal.SIGUSR2, lambda *_: (run / "usr2").touch())
-    life = len(list(run.glob(f"life*-rank{rank}")))
-    print(f"rank {rank} is up", "told to" if mode in ("crash", "config") else "", flush=True)
-    (run / f"rank{rank}.new").write_text(str(os.getpid()))
-    os.rename(run / f"rank{rank}.new", run / f"life{life}-rank{rank}")
-    (run / "store-variable").write_text(os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"])
-    if mode in ("crash", "config"):
-        # The agent ends the other rank as soon as it sees one fail: not before both have got this far.
-        wait_for(lambda: len(list(run.glob(f"life{life}-rank*"))) == 2, "the other rank")
-        sys.exit({"crash": 7, "config": 20}[mode])
-    step = (CheckpointFolder(run / "checkpoints").find_resumable().step or 0) if again else 0
-    if rank == 0:
-        with (run / "starts").open("a") as starts:
-            starts.write(f"from {step}\n")
-    while mode != "train" or newest(run) < STEPS:
-        time.sleep(0.05)
-        if rank == 0 and mode == "train" and (life == 2 or step < 3 * (life + 1)):  # leaves the test time to kill
-            step += 1
-            commit(run, step)
-            print(f"step {step}", flush=True)
-
-
-def _leave(run: Path, rank: int) -> None:
-    if rank == 0:
-        commit(run, 99)
-    time.sleep(0.3)
-    sys.exit(10)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        _stand_in(Path(sys.argv[2]), sys.argv[3], "--resume" in sys.argv)
-    else:
-        folder, mode = Path(sys.argv[2]), sys.argv[3]
-        command = [sys.executable, __file__, "rank", str(folder), mode]
-        launch_settings = LaunchSettings(command=command, run_folder=folder, nproc=2, **json.loads(sys.argv[4]))
-        sys.exit(
-            launch(launch_settings, lambda text: print(f"launch: {text}", flush=True), lambda text: print(text, end=""))
-        )
