@@ -3,6 +3,7 @@
 Whether each row fits the source is not tested here: `python -m proofs.mutation_drill --check` lists those that do not.
 """
 
+import re
 from collections import Counter
 
 import pytest
@@ -29,6 +30,13 @@ def test_names_are_unique():
 
 def test_every_table_has_mutations():
     assert [table.name for table in load_tables() if not table.mutations] == []
+
+
+def test_rows_name_no_private_definition():
+    """Their names change freely: a row names a public definition that uses them, `$name` in a pattern is any name."""
+    rows = [mutation for table in load_tables() for mutation in table.mutations]
+    private = re.compile(r"""(?<![\w$"'])_[A-Za-z]\w*""")
+    assert [row.name for row in rows if private.search(f"{row.function}\n{row.find}\n{row.replace}")] == []
 
 
 def test_a_row_becomes_a_mutation(tmp_path):

@@ -19,8 +19,18 @@ class TestFiles:
         ]
 
     def arguments(self, words: tuple[str, ...]) -> list[str]:
-        """Arguments of pytest with the paths of the files that they name."""
-        return [self._path(word) if ".py" in word else word for word in words]
+        """Arguments of pytest with the paths of the files that they name.
+
+        Each word of several parts (`after_the_grace`) that -k selects by is somewhere in these files.
+        """
+        arguments = [self._path(word) if ".py" in word else word for word in words]
+        if "-k" in words:
+            files = [self._root / word.partition("::")[0] for word in arguments if ".py" in word]
+            texts = " ".join(file.read_text("utf-8") for file in files)
+            selected_by = re.findall(r"[a-z0-9]+_\w+", words[words.index("-k") + 1])
+            if missing := [word for word in selected_by if word not in texts]:
+                raise PlantingError(f"-k {missing[0]} selects no test of {', '.join(file.name for file in files)}")
+        return arguments
 
     def _path(self, word: str) -> str:
         name, _, test = word.partition("::")

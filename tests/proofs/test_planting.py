@@ -197,10 +197,12 @@ def test_tests_are_named_as_far_as_they_are_unique(tmp_path):
         "x",
     ]
     assert files.arguments(("model/test_loss.py",)) == ["packages/a/tests/model/test_loss.py"]
-    for word, message in [
-        ("test_loss.py", "2 test files are named"),
-        ("test_gone.py", "0 test files"),
-        ("test_rope.py::test_gone", "has no test_gone"),
+    assert files.arguments(("test_rope.py", "-k", "test_it and nsa-8"))[1:] == ["-k", "test_it and nsa-8"]
+    for words, message in [
+        (["test_loss.py"], "2 test files are named"),
+        (["test_gone.py"], "0 test files"),
+        (["test_rope.py::test_gone"], "has no test_gone"),
+        (["test_rope.py", "-k", "x or test_gone"], "-k test_gone selects no test of test_rope.py"),
     ]:
         with pytest.raises(PlantingError, match=message):
-            files.arguments((word,))
+            files.arguments(tuple(words))
