@@ -1,13 +1,16 @@
 """The mutation drill reports what its tests catch, what survives, and what could not be planted."""
 
+import os
 import platform
 import re
 import runpy
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from proofs import mutation_drill
+from proofs import import_path, mutation_drill
+from proofs.planting.warm_pytest import WarmPytest
 from tests.mutations import Mutation, MutationTable
 
 VALUES = ("test_errors.py::test_the_values_never_change",)
@@ -92,3 +95,32 @@ def test_kernels_with_bugs_fuse_products_and_sums_as_without(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "-O3" not in command
     assert "vfmsub" in done.stdout
+
+
+LEAVES_A_CHILD = """
+import os, time
+from pathlib import Path
+
+def test_it():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            Path("pid").write_text(str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    while not (Path("pid").exists() and Path("pid").read_text()):
+        time.sleep(0.01)
+    assert False
+"""
+
+
+def test_no_process_of_a_run_outlives_it(tmp_path):
+    """Such as ranks that wait for each other without end because of the planted bug."""
+    (tmp_path / "test_some.py").write_text(LEAVES_A_CHILD)
+    warm = WarmPytest(tmp_path, {**os.environ, "PYTHONPATH": import_path()}, preloaded=())
+    try:
+        code, output = warm.run(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_some.py"])
+        pid = (tmp_path / "pid").read_text()
+        assert (code, Path("/proc", pid).exists()) == (1, False), output
+    finally:
+        warm.close()
