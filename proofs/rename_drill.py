@@ -6,7 +6,7 @@
 
 Names of functions are replaced wherever they stand in Python and Markdown, those of variables in their function. The
 tables of planted bugs stay as they are: no row should name what is renamed. Then ruff, mypy, `mutation_drill --check`
-and tests run on the copy, by default those of the folders with a renamed name.
+and tests run on the copy, by default those of the modules with a renamed name, or of their folders.
 
 exit code: 0 if nothing broke; 1 otherwise.
 """
@@ -30,6 +30,7 @@ from proofs.mutation_drill import copied_checkout
 from proofs.planting.source_tree import is_private
 
 PACKAGES = "packages"
+_OF_NAMES = ("tests/test_names.py", "tests/test_mutation_tables.py", "tests/test_imports_point_down.py")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -113,14 +114,15 @@ def _texts(root: Path) -> list[Path]:
     return sorted(path for suffix in ("py", "md") for path in root.rglob(f"*.{suffix}"))
 
 
-def tests_of(root: Path, renamings: list[Renaming]) -> list[str]:
-    """Folders of tests that mirror those of the renamed."""
-    folders = set()
+def mirroring_tests(root: Path, renamings: list[Renaming]) -> list[str]:
+    """Tests of the modules with a renamed name, by the names of their files, or else of their folders."""
+    tests = {root / test for test in _OF_NAMES}
     for renaming in renamings:
         package = renaming.file.parent.relative_to(root).parts[2:]  # below packages/NAME
         mirrored = (root.joinpath("tests", *package[:depth]) for depth in range(len(package), 0, -1))
-        folders |= {next((str(folder.relative_to(root)) for folder in mirrored if folder.is_dir()), "tests/nsa/core")}
-    return sorted(folders)
+        folder = next((folder for folder in mirrored if folder.is_dir()), root / "tests")
+        tests |= set(folder.rglob(f"test_{renaming.file.stem}*.py")) or {folder}
+    return sorted(str(test.relative_to(root)) for test in tests)
 
 
 def main() -> None:
@@ -139,7 +141,7 @@ def main() -> None:
             rename(root, each)
             place = f" in lines {each.lines[0]}–{each.lines[1]}" if each.lines else ""
             print(f"{each.file.relative_to(root)}: {each.old} is {each.new}{place}")
-        tests = tests_of(root, renamings) if args.tests is None else args.tests
+        tests = mirroring_tests(root, renamings) if args.tests is None else args.tests
         python = [sys.executable, "-m"]
         commands = [
             [*python, "ruff", "check", "--quiet", "--fix", "--select", "I"],
