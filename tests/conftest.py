@@ -13,7 +13,7 @@ import typer.testing
 
 from tests.wheel_install import BuiltWheels, WheelInstall, build_wheels
 
-# Two test processes share two cores: with more threads they spin against each other.
+# Three test processes share two cores: with more threads they spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts background jobs with SIGINT ignored, which their children inherit: tests that send it would wait.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -34,18 +34,19 @@ TIME_S = 60.0
 MEMORY_BYTES = 1 << 30
 MEGABYTE = 1 << 20
 LIMITED = f"""
-import resource, sys
+import os, resource, sys
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + {MEMORY_BYTES},) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + int(os.environ["MEMORY_BYTES"]),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, ({TIME_S:.0f}, {TIME_S:.0f}))
 from nsa_train.cli.main import main
 main()
 """
 
 
-def run_limited(*words: object, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def run_limited(*words: object, cwd: Path, memory_bytes: int = MEMORY_BYTES) -> "subprocess.CompletedProcess[str]":
     """Run `nsa WORDS` within the limits. The clock is CPU time: other tests may use the machine."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    variables["MEMORY_BYTES"] = str(memory_bytes)
     return fork_server.run(["-c", LIMITED, *map(str, words)], cwd=cwd, env=variables, timeout=10 * TIME_S)
 
 
@@ -100,8 +101,12 @@ def dictionaries() -> bytes:
     return b"\x80\x02ccollections\nOrderedDict\nq\0" + pairs + b"](" + b"h\0h\1R" * 9000 + b"e."
 
 
-def memo_entries() -> bytes:
-    return b"\x80\x04]" + b"\x94" * (15 * MEGABYTE) + b"h\0a."  # a list of itself is refused
+def memo_entries(number: int = 15 * MEGABYTE) -> bytes:
+    return b"\x80\x04]" + b"\x94" * number + b"h\0a."  # a list of itself is refused
+
+
+def fewer_memo_entries() -> bytes:
+    return memo_entries(15 * MEGABYTE // FEWER)
 
 
 def containers_in_containers() -> bytes:
@@ -115,7 +120,12 @@ def keys() -> bytes:
     return b"\x80\x02}(" + b"K\1" * 100_000 + b"tq\0" + b"0}" + b"h\0Ns" * 100_000 + b"."
 
 
-PICKLES = (encoded_strings, arrays, dictionaries, memo_entries, containers_in_containers, keys)
+FEWER = 4
+PICKLES = (encoded_strings, arrays, dictionaries, fewer_memo_entries, containers_in_containers, keys)
+CASES = [
+    *each_value(["verify", "export"], list(PICKLES)),
+    pytest.param("verify", memo_entries, marks=pytest.mark.nightly),  # as above with four times as many and as much
+]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +149,7 @@ def change_index(step: Path, change: Callable[[Any, Path], None]) -> None:
     commit_step(step)
 
 
-@pytest.mark.parametrize(("command", "build"), each_value(["verify", "export"], list(PICKLES)))
+@pytest.mark.parametrize(("command", "build"), CASES)
 def test_a_piece_that_names_its_values_again_and_again(build: Callable[[], bytes], command: str, step: Path) -> None:
     def replace_piece(index: Any, folder: Path) -> None:
         content = archive(build())
@@ -150,7 +160,8 @@ def test_a_piece_that_names_its_values_again_and_again(build: Callable[[], bytes
 
     change_index(step, replace_piece)
     more = ["--out", step.parent.parent / "out"] if command == "export" else []
-    refused(run_limited("checkpoint", command, step, *more, cwd=step), ExitCode.CHECKPOINT)
+    memory_bytes = MEMORY_BYTES // (FEWER if build is fewer_memo_entries else 1)
+    refused(run_limited("checkpoint", command, step, *more, cwd=step, memory_bytes=memory_bytes), ExitCode.CHECKPOINT)
 
 
 def test_an_index_that_lists_a_piece_a_million_times(step: Path) -> None:

@@ -81,13 +81,13 @@ def busy_loops(number: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def run_tests(words: list[str], commit: str, loops: int) -> LoadedRun:
-    """Run pytest once, two processes as in .ci/run. What it prints is shown if a test failed."""
+    """Run pytest once, three processes as in .ci/run. What it prints is shown if a test failed."""
     began = time.monotonic()
     sampler = RunnableSampler()
     sampler.start()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "-p", "no:cacheprovider"]
         command += [f"--junitxml={report}", *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         tests, failed = read_report(report) if report.exists() else (0, ["pytest itself"])

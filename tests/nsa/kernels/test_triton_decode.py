@@ -59,8 +59,10 @@ class Step:
     def keys(self):
         return self.compressed, self.selected, self.window
 
-    def decode(self, pages=one_page_per_row):
-        cached = (CachedKeys(pages(k, v), pos, start) for k, v, pos, start in self.keys)
+    def decode(self, pages=one_page_per_row, window_pages=None):
+        places = (pages, pages, window_pages or pages)
+        streams = zip(places, self.keys, strict=True)
+        cached = (CachedKeys(place(k, v), pos, start) for place, (k, v, pos, start) in streams)
         return decode.decode(self.q, *cached, geometry=self.g, scale=self.scale)
 
     def exact(self):
@@ -196,7 +198,8 @@ def test_same_bits_from_pages_in_any_order(states):
     step = Step([20, 140, 3])
     want = step.decode()
     assert_same(step.decode(scattered(states)), want)
-    # The window as pages of all tokens: the newest token's position is its own, and what lies before it is not read.
+    # The window as pages of all tokens, of another size: the newest token's position is its own, and what lies before
+    # the window is not read.
     lengths, w = [20, 140, 3], TINY.w
     k, v = (torch.full((3, 143, *x.shape[2:]), torch.nan) for x in step.window[:2])
     for row, n in enumerate(lengths):
@@ -204,7 +207,7 @@ def test_same_bits_from_pages_in_any_order(states):
             tokens[row, max(0, n - w) : n] = ring[row, : min(n, w)]
     pos = torch.tensor(lengths)[:, None] - 1
     step.window = k, v, pos, torch.zeros_like(pos)
-    assert_same(step.decode(scattered(states, seed=1)), want)
+    assert_same(step.decode(scattered(states, seed=1), scattered(states // 2 + 1)), want)
 
 
 @interpreted

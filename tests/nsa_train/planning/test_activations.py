@@ -58,13 +58,12 @@ def measured_peak(config: RunConfig) -> int:
     module = build_train_module(config, 257, RankInfo(), torch.device("cpu"))
     tokens = torch.randint(257, (config.train.batch_size, config.train.seq_len))
 
-    def one_pass() -> None:
+    for parameter in module.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
         loss = module.model_forward(tokens, labels=tokens, loss_reduction="sum", return_logits=False).loss
         loss.backward()
-
-    one_pass()  # makes the gradients
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as heard:
-        one_pass()
+        del loss
     events = [event for event in heard.profiler.kineto_results.events() if event.name() == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
