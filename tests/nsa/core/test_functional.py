@@ -155,6 +155,26 @@ def test_packed_documents_equal_separate_ones(backend, cu):
 
 
 @pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("n", [1, 7, 60])
+def test_the_last_queries_alone_equal_those_of_a_whole_row(backend, n):
+    """One token against the keys of a cache, or a chunk: outputs, log-sum-exps, blocks and gradients."""
+    q, k, v, gates = tensors(torch.float32)
+    leaves = [x.requires_grad_() for x in (q, *k, *v, gates)]
+    options = dict(geometry=TINY, kernels=backend, return_lse=True, return_blocks=True)
+    whole = nsa_attention(q, k, v, gates, **options)
+    last = nsa_attention(q[:, -n:], k, v, gates[:, -n:], **options)
+    torch.testing.assert_close(last.out, whole.out[:, -n:], atol=1e-5, rtol=1e-5)
+    for got, want in zip(last.lse, whole.lse, strict=True):
+        torch.testing.assert_close(got, want[:, -n:], atol=1e-5, rtol=1e-5)
+    assert torch.equal(last.blocks, whole.blocks[:, -n:])
+    weight = torch.randn_like(last.out)
+    got = torch.autograd.grad((last.out * weight).sum(), leaves)
+    want = torch.autograd.grad((whole.out[:, -n:] * weight).sum(), leaves)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", RUN_HERE)
 def test_given_blocks_replace_the_selection(backend):
     q, k, v, gates = tensors(torch.float32)
     options = dict(geometry=TINY, kernels=backend)

@@ -11,7 +11,7 @@ The layout of F.scaled_dot_product_attention, [batch, heads, tokens, width], is 
 fewer groups than heads, or gates, blocks or `cu_seqlens` of the tokens. With as many groups as heads and none of these
 (gates that broadcast, a branch alone), tokens and heads cannot be told apart.
 
-B batch · S tokens · H query heads · G kv groups · R heads per group (H / G) · K key dim · V value dim
+B batch · S queries · T tokens · H query heads · G kv groups · R heads per group (H / G) · K key dim · V value dim
 C compressed entries · N chosen blocks · X gates per group (R or 1)
 """
 
@@ -84,8 +84,9 @@ def nsa_attention(
 ) -> Tensor | NSAOutput:
     """Native Sparse Attention: compressed, selected and sliding attention mixed by gates. Returns [B, S, H, V].
 
-    k, v: [B, S, G, K] and [B, S, G, V], one for all branches or one per branch (see `BranchTensors`). Rotate queries
-        and keys before the call.
+    k, v: [B, T, G, K] and [B, T, G, V], one for all branches or one per branch (see `BranchTensors`). Rotate queries
+        and keys before the call. Queries are the last S of the T tokens, e.g. one token against the keys of a cache;
+        with cu_seqlens T = S.
     gates: [B, S, H, 3] or broadcastable to it, in BRANCH_ORDER; mixing is done in fp32.
     compressed: keys and values of the compressed branch as [B, C, G, K] and [B, C, G, V], made by the caller; their
         order is that of `compress_blocks`. Default: the mean of each block of the compressed branch's k and v.
@@ -96,7 +97,7 @@ def nsa_attention(
     """
     k_cmp, k_sel, k_win = _per_branch("k", k, compressed is not None)
     v_cmp, v_sel, v_win = _per_branch("v", v, compressed is not None)
-    batch = _QueryBatch(q_BSHK, k_sel, geometry, scale, cu_seqlens, kernels)
+    batch = _QueryBatch(q_BSHK, k_sel, geometry, scale, cu_seqlens, kernels, per_token=True)
     if compressed is None:
         assert k_cmp is not None
         assert v_cmp is not None
@@ -143,26 +144,27 @@ def select_blocks(q_BSHK: Tensor, k_BCGK: Tensor, **options: Unpack[AttentionOpt
 
 def selected_attention(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGV: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
     blocks_BSGN: Tensor,
     *,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Attended:
-    """Attend to the tokens of the given blocks of `l_sel` tokens that are not after the query: [B, S, H, V].
+    """Attend to the tokens of the given blocks of `l_sel` tokens that are not after the query: [B, S, H, V]. Queries
+    are the last S of the T tokens.
 
     blocks: as the indices of `block_sparse_attention`. options: geometry, scale, cu_seqlens, kernels.
     """
-    batch = _QueryBatch(q_BSHK, k_BSGK, **options)
-    keys = batch.raw_keys("selected", k_BSGK, v_BSGV)
+    batch = _QueryBatch(q_BSHK, k_BTGK, **options, per_token=True)
+    keys = batch.raw_keys("selected", k_BTGK, v_BTGV)
     return batch.attend("selected", keys, return_lse, batch.blocks(blocks_BSGN))
 
 
 def block_sparse_attention(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGV: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
     block_indices_BSGN: Tensor,
     *,
     block_size: int,
@@ -172,6 +174,7 @@ def block_sparse_attention(
     return_lse: bool = False,
 ) -> Attended:
     """Attend to the tokens of chosen blocks that are not after the query: [B, S, H, V], with exact gradients.
+    Queries are the last S of the T tokens.
 
     block_indices: integers [B, S, G, N], or [B, S, 1, N] where all heads of a token read the same blocks, in any order.
         Block j is tokens j · block_size to (j + 1) · block_size − 1 of the query's own document. Entries below 0 are
@@ -186,20 +189,20 @@ def block_sparse_attention(
     _require_block_sizes(block_size, n_blocks)
     geometry = Geometry(l=1, d=1, l_sel=block_size, n_sel=max(FORCED_BLOCKS, n_blocks), w=1)
     return selected_attention(
-        q_BSHK, k_BSGK, v_BSGV, block_indices_BSGN, return_lse=return_lse, geometry=geometry, scale=scale,
+        q_BSHK, k_BTGK, v_BTGV, block_indices_BSGN, return_lse=return_lse, geometry=geometry, scale=scale,
         cu_seqlens=cu_seqlens, kernels=kernels,
     )  # fmt: skip
 
 
 def sliding_attention(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGV: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
+    q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, *, return_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Attended:
-    """Attend to the query's own token and the w − 1 before it: [B, S, H, V].
+    """Attend to the query's own token and the w − 1 before it: [B, S, H, V]. Queries are the last S of the T tokens.
 
     options: geometry, scale, cu_seqlens, kernels.
     """
-    batch = _QueryBatch(q_BSHK, k_BSGK, **options)
-    return batch.attend("sliding", batch.raw_keys("sliding", k_BSGK, v_BSGV), return_lse)
+    batch = _QueryBatch(q_BSHK, k_BTGK, **options, per_token=True)
+    return batch.attend("sliding", batch.raw_keys("sliding", k_BTGK, v_BTGV), return_lse)
 
 
 def compress_blocks(x_BSGX: Tensor, *, geometry: Geometry = _DEFAULT_GEOMETRY, cu_seqlens: CuSeqlens = None) -> Tensor:
@@ -229,7 +232,10 @@ class _QueryBatch:
         scale: float | None = None,
         cu_seqlens: CuSeqlens = None,
         kernels: RequestedKernels = "auto",
+        *,
+        per_token: bool = False,
     ) -> None:
+        """per_token: k has one key per token, of which the queries may be the last only; else one per block."""
         for name, x in (("q", q_BSHK), ("k", k_BTGK)):
             if x.dim() != 4:
                 raise ConfigError(f"{name} has shape {list(x.shape)}: it must be [batch, tokens, heads, width].")
@@ -243,12 +249,18 @@ class _QueryBatch:
                 f"q has {n_heads} heads and k {self.n_groups} groups: every group has the same number of heads. Pass "
                 f"queries of a multiple of {max(1, self.n_groups)} heads.{self._sdpa_hint()}"
             )
+        n_tokens = k_BTGK.shape[1] if per_token and cu_seqlens is None else length
+        if n_tokens < length:
+            raise ConfigError(
+                f"q has {length} tokens and k {n_tokens}: queries are the last of the tokens that have keys. Pass at "
+                f"least as many keys as queries.{self._sdpa_hint()}"
+            )
         self.geometry, self.packed, self.shape = geometry, cu_seqlens is not None, (n_batch, length)
-        self.n_tokens = n_batch * length if self.packed else length
+        self.key_shape = n_batch, n_tokens
         self.kernels = backend_request(kernels)
         self.d_k, self.scale = d_k, _checked_scale(scale, d_k)
         try:
-            self.layout = _layout(n_batch, length, geometry, q_BSHK.device, cu_seqlens)
+            self.layout = _layout(n_batch, n_tokens, geometry, q_BSHK.device, cu_seqlens, length)
         except ConfigError as error:
             raise ConfigError(f"{error}{self._sdpa_hint()}") from None
         self.q_BSGRK = self.rows(q_BSHK).unflatten(2, (self.n_groups, -1))
@@ -282,10 +294,10 @@ class _QueryBatch:
         out, lse = result
         return self.by_head(out), self.by_head(lse)
 
-    def raw_keys(self, branch: str, k_BSGK: Tensor, v_BSGV: Tensor) -> BranchKeys:
+    def raw_keys(self, branch: str, k_BTGK: Tensor, v_BTGV: Tensor) -> BranchKeys:
         """One key and value per token."""
-        self._check_keys(branch, k_BSGK, v_BSGV, self.shape)
-        return BranchKeys(self.rows(k_BSGK), self.rows(v_BSGV), self.layout.pos_BS, self.layout.start_BS)
+        self._check_keys(branch, k_BTGK, v_BTGV, self.key_shape)
+        return BranchKeys(self.rows(k_BTGK), self.rows(v_BTGV), self.layout.pos_BS, self.layout.start_BS)
 
     def entries(self, k_BCGK: Tensor, v_BCGV: Tensor) -> BranchKeys:
         """One key and value per compressed block."""
@@ -324,7 +336,10 @@ class _QueryBatch:
             )
         if not shape[3]:
             blocks_BSGN = blocks_BSGN.new_full((*shape[:3], 1), -1)
-        none = self.geometry.n_blocks(self.n_tokens)  # blocks from there on are past every query
+        n_rows, n_tokens = self.key_shape
+        none = self.geometry.n_blocks(
+            n_rows * n_tokens if self.packed else n_tokens
+        )  # blocks from there on are past every query
         numbers = blocks_BSGN.long()
         outside = (numbers < 0) | (numbers >= none)
         sorted_ = numbers.masked_fill(outside, none).to(torch.int32).sort(-1).values
@@ -378,9 +393,16 @@ def _checked_scale(scale: float | None, d_k: int) -> float:
     return float(scale)
 
 
-def _layout(batch: int, length: int, geometry: Geometry, device: torch.device, cu_seqlens: CuSeqlens) -> DocumentLayout:
+def _layout(
+    batch: int,
+    length: int,
+    geometry: Geometry,
+    device: torch.device,
+    cu_seqlens: CuSeqlens,
+    n_queries: int | None = None,
+) -> DocumentLayout:
     if cu_seqlens is None:
-        return plain_layout(batch, length, geometry, device)
+        return plain_layout(batch, length, geometry, device, n_queries)
     return packed_layout(torch.as_tensor(cu_seqlens, device=device), batch * length, geometry, name="cu_seqlens")
 
 

@@ -33,10 +33,13 @@ class DocumentLayout(NamedTuple):
     """Position of that token in its own document."""
 
 
-def plain_layout(batch: int, length: int, geometry: Geometry, device: torch.device) -> DocumentLayout:
-    """Every row is one document."""
-    pos_BS = torch.arange(length, device=device).expand(batch, -1)
-    zero_BS = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, length)  # one start, stored once
+def plain_layout(
+    batch: int, length: int, geometry: Geometry, device: torch.device, n_queries: int | None = None
+) -> DocumentLayout:
+    """Every row is one document; queries are its last n_queries tokens, or all."""
+    n_queries = length if n_queries is None else n_queries
+    pos_BS = torch.arange(length - n_queries, length, device=device).expand(batch, -1)
+    zero_BS = torch.zeros(1, 1, dtype=torch.int64, device=device).expand(batch, n_queries)  # one start, stored once
     begin_BC = torch.arange(geometry.n_compressed(length), device=device).mul(geometry.d).expand(batch, -1)
     return DocumentLayout(pos_BS, zero_BS, zero_BS, begin_BC, begin_BC)
 
