@@ -213,35 +213,23 @@ def _mapped_to_disk(model, folder):
     return type(model).from_pretrained(folder / "model", device_map=places, offload_folder=folder / "offloaded")
 
 
-def _packed(dtype):
-    """Store a weight as bitsandbytes does; its own kernels compute the layer."""
-
-    def load(model, folder):
-        for layer in model.model.layers:
-            layer.attention.w_k.weight = torch.nn.Parameter(torch.zeros(10, 1, dtype=dtype), requires_grad=False)
-        return model
-
-    return load
-
-
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
-@pytest.mark.parametrize(
-    ("load", "named"),
-    [
-        (_quantised_dynamically, "quantized"),
-        (_offloaded_to_host, "offloaded"),
-        (_offloaded_to_disk, "offloaded"),
-        (_mapped_to_disk, "offloaded"),
-        (_packed(torch.uint8), "bitsandbytes"),
-        (_packed(torch.int8), "bitsandbytes"),
-        (_packed(torch.float8_e4m3fn), "quantised"),
-    ],
-)
-def test_weights_that_a_cache_cannot_follow_are_named(tmp_path, load, named):
-    """Quantised and offloaded models: no crash in the middle of torch; without a cache those that can run do."""
-    model = load(tiny_model(), tmp_path)
-    ids = prompts(1, 20)
-    with pytest.raises(ConfigError, match=named):
-        model.generate(ids, max_new_tokens=3, do_sample=False)
-    if not load.__qualname__.startswith("_packed"):
-        assert model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).shape == (1, 23)
+@pytest.mark.parametrize("load", [_quantised_dynamically, _offloaded_to_host, _offloaded_to_disk, _mapped_to_disk])
+def test_quantised_and_offloaded_models_generate_the_tokens_that_they_have_without_a_cache(tmp_path, load):
+    """Device and dtype of a cache are those of the hidden states: the weights are packed or elsewhere. With
+    `quantize_dynamic` only the first token is defined: it rounds by the largest number of all tokens of a pass."""
+    model, (ids, mask) = load(tiny_model(phi="mlp"), tmp_path), padded([40, 11])
+    ask = dict(attention_mask=mask, max_new_tokens=30, do_sample=False)
+    if load is _quantised_dynamically:
+        assert model.generate(ids, **ask).shape == (2, 70)
+        ask["max_new_tokens"] = 1
+    assert torch.equal(model.generate(ids, **ask), model.generate(ids, use_cache=False, **ask))
+
+
+def test_a_cache_follows_the_dtype_of_the_hidden_states():
+    """bitsandbytes holds weights as int8 or uint8; its own kernels compute the layer."""
+    layer, x_BSD = tiny_model().model.layers[0].attention, torch.zeros(2, 3, 48, dtype=torch.bfloat16)
+    layer.w_k.weight = torch.nn.Parameter(torch.zeros(10, 1, dtype=torch.uint8), requires_grad=False)
+    assert layer.new_cache(2, 3, like=x_BSD).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="like="):
+        layer.new_cache(2, 3)

@@ -69,9 +69,20 @@ def test_whole_numbers_in_a_file_are_accepted_as_floats(tmp_path):
     assert NSAConfig.from_pretrained(tmp_path).rope_theta == 10000
 
 
+def test_rope_parameters_are_rope_theta_and_rope_scaling(recwarn):
+    """The one name that Transformers 5 has for both; `rope_scaling` alone is deprecated there."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    config = tiny_config(rope_parameters={"rope_theta": 1e4, **scaling})
+    assert config.to_dict() == tiny_config(rope_theta=1e4, rope_scaling=scaling).to_dict()
+    assert tiny_config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}).rope_scaling is None
+    assert not [warning for warning in recwarn if "rope" in str(warning.message)]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        dict(rope_parameters={"rope_type": "default", "factor": 2.0}),
+        dict(rope_parameters={"rope_type": "linear", "factor": 2.0}, rope_scaling={"rope_type": "linear", "factor": 4}),
         dict(hidden_size="48"),
         dict(hidden_size=0),
         dict(vocab_size=-1),

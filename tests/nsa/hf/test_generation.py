@@ -103,6 +103,15 @@ def test_prompt_lookup_gives_the_greedy_tokens(variant, tokens):
     assert torch.equal(got, generated(model, ids, 60))
 
 
+@pytest.mark.parametrize("exit_after", [1, 2])
+def test_early_exit_gives_the_greedy_tokens_and_leaves_the_config(exit_after):
+    """The first layers draft: Transformers sets num_hidden_layers while they do. It takes a generated token of the
+    padding token's id for padding then, so this model has none."""
+    model, ids = tiny_model(num_hidden_layers=3, pad_token_id=None), prompts(1, 50)
+    assert torch.equal(generated(model, ids, assistant_early_exit=exit_after), generated(model, ids))
+    assert model.config.num_hidden_layers == 3
+
+
 def test_prompt_lookup_with_left_padding():
     model, (ids, mask) = tiny_model(), padded([70, 40])
     got = generated(model, ids[1:], attention_mask=mask[1:], prompt_lookup_num_tokens=6)

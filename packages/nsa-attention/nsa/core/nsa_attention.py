@@ -247,35 +247,36 @@ class NSAAttention(nn.Module):
         where = locate(x_BSD, self.rotary, self.geometry, self.rope_compressed, cache, cu_doc_lens, **places)
         return with_sampled_queries(where, self, x_BSD, labels)
 
-    def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> LayerCache:
-        """An empty cache for `batch` rows of at most `max_len` tokens, on the weights' device and in their dtype.
+    def new_cache(
+        self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None, like: Tensor | None = None
+    ) -> LayerCache:
+        """An empty cache for `batch` rows of at most `max_len` tokens.
 
         rewind: how many tokens `cache.crop` can remove at any time, e.g. rejected drafts of speculative decoding.
         pages: of l_sel tokens, which the rows take as they grow and return when they end; default enough for all.
+        like: hidden states, whose dtype it takes, and whose device if the weights are elsewhere (offloaded) or packed;
+            default device and dtype of the weights, which must be neither quantised nor offloaded.
         """
-        weight = self._loaded_weight()
+        device, dtype = self._cache_place(like)
         return self.strategy.cache_type(
             self.geometry, batch=batch, max_len=max_len, n_groups=self.n_kv_groups, d_k=self.d_k, d_v=self.d_v,
-            device=weight.device, dtype=weight.dtype, rewind=rewind, shared=self._shared_streams,
-            pages=pages,
+            device=device, dtype=dtype, rewind=rewind, shared=self._shared_streams, pages=pages,
         )  # fmt: skip
 
-    def _loaded_weight(self) -> Tensor:
-        """The weights of the keys, whose device and dtype a cache takes; raises if they are not here as numbers."""
-        weight = getattr(self.w_k, "weight", None)
-        if not isinstance(weight, Tensor):
-            mode = f"the weights of the keys are packed in a {type(self.w_k).__module__}.{type(self.w_k).__qualname__}"
-        elif not weight.is_floating_point() or weight.element_size() < 2:
-            mode = f"the weights of the keys are quantised ({weight.dtype}, as by bitsandbytes)"
-        elif weight.is_meta and hasattr(self.w_k, "_hf_hook"):
-            mode = "the weights of the keys are offloaded (device_map or offloading of accelerate)"
-        else:
-            return weight
-        raise ConfigError(
-            f"{mode}: a cache of keys and values takes device and dtype of these weights, and cannot be made in this "
-            f"loading mode. Load the model unquantised and whole on one device (dtype=torch.bfloat16 halves it), or "
-            f"run it without a cache (use_cache=False)."
-        )
+    def _cache_place(self, like: Tensor | None) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the keys: quantised weights have another dtype, offloaded ones another device."""
+        weight: Tensor | None = getattr(self.w_k, "weight", None)
+        if not isinstance(weight, Tensor):  # a method of a quantised layer
+            weight = None
+        if like is None:
+            offloaded = weight is not None and weight.is_meta and hasattr(self.w_k, "_hf_hook")
+            if weight is None or offloaded or not weight.is_floating_point() or weight.element_size() < 2:
+                raise ConfigError(
+                    f"the weights of the keys are quantised or offloaded ({type(self.w_k).__qualname__}): they do not "
+                    f"say device and dtype of a cache. Pass like=x with hidden states x."
+                )
+            like = weight
+        return (like if weight is None or weight.is_meta else weight).device, like.dtype
 
     def plan(self, device: torch.device, dtype: torch.dtype) -> KernelPlan:
         """The backend that computes each branch there, and why."""

@@ -47,14 +47,14 @@ class NSACacheLayer(CacheLayerMixin):
         """Set how many tokens will be needed, if known: an allocation takes as many at least."""
         self._reserved = max_len
 
-    def open(self, attention: NSAAttention, batch: int, n_new: int) -> LayerCache:
-        """The cache with room for n_new more tokens per row."""
+    def open(self, attention: NSAAttention, batch: int, n_new: int, like: Tensor | None = None) -> LayerCache:
+        """The cache with room for n_new more tokens per row; `like` as for `NSAAttention.new_cache`."""
         needed, rewind = self._columns + n_new, 0
         if self.record_past:
             rewind = max(_SHORTEST_REWIND, 1 << (min(n_new, _LONGEST_REWIND) - 1).bit_length())
         if self._cache is None:
             max_len = self._reserved if self._reserved >= needed else self._grown_length(needed)
-            self._cache = attention.new_cache(batch, max_len, rewind)
+            self._cache = attention.new_cache(batch, max_len, rewind, like=like)
             self.is_initialized = True
         elif needed > self._cache.max_len or rewind > self._cache.rewind:
             enough = needed <= self._cache.max_len

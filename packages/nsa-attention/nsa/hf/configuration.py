@@ -52,6 +52,8 @@ class NSAConfig(_OptionFields):
 
     model_type: ClassVar[str] = "nsa"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    auto_map = dict[str, str]()  # noqa: RUF012 (an annotation would make it a setting)
+    """TRL reads it of every model whose class is not one of Transformers'."""
 
     vocab_size: int = 257
     intermediate_size: int | None = None
@@ -76,6 +78,8 @@ class NSAConfig(_OptionFields):
         if __name__.startswith("nsa."):
             # The installed class does not use modelling code of a folder, and would save a reference without the code.
             kwargs.pop("auto_map", None)
+        if (parameters := kwargs.pop("rope_parameters", None)) is not None:
+            self._take_rope_parameters(dict(parameters))
         if self.intermediate_size is None:
             self.intermediate_size = default_ffn_dim(self.hidden_size)
         if self.v_head_dim is None:
@@ -86,6 +90,19 @@ class NSAConfig(_OptionFields):
                 f"config.json."
             )
         super().__post_init__(**kwargs)
+
+    def _take_rope_parameters(self, parameters: dict[str, Any]) -> None:
+        """Read the name that Transformers 5 has for rope_theta and rope_scaling together."""
+        if (theta := parameters.pop("rope_theta", None)) is not None:
+            self.rope_theta = theta
+        scaling = None if parameters.get("rope_type", "default") == "default" else parameters
+        if self.rope_scaling not in (None, scaling) or (scaling is None and parameters.keys() - {"rope_type"}):
+            raise ConfigError(
+                f"rope_parameters ({parameters}) contradict rope_scaling ({self.rope_scaling}), or scale with "
+                f"rope_type 'default'. Pass rope_parameters alone, e.g. {{'rope_theta': 5e5, 'rope_type': 'linear', "
+                f"'factor': 2}}."
+            )
+        self.rope_scaling = scaling
 
     def layer_kinds(self) -> list[AttentionKind]:
         """The kind of attention of every layer."""

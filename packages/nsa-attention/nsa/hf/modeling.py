@@ -13,7 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -115,11 +119,14 @@ class NSAModel(NSAPreTrainedModel):
         # A cache would cut the gradients off, so none is made while they are computed.
         if use_cache and past_key_values is None and cu_seq_lens_q is None and not torch.is_grad_enabled():
             past_key_values = DynamicCache(config=self.config)
-        layers = None if past_key_values is None else cache_layers(past_key_values, len(self.layers))
-        blocks: list[NSADecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+        n_layers = self.config.num_hidden_layers  # fewer while the first layers draft (assistant_early_exit)
+        blocks: list[NSADecoderLayer] = list(self.layers)[:n_layers]  # type: ignore[assignment]
+        layers = None if past_key_values is None else cache_layers(past_key_values, len(blocks))
         caches: list[LayerCache | None] = [None] * len(blocks)
         if layers is not None:
-            caches = [layer.open(block.attention, batch, length) for layer, block in zip(layers, blocks, strict=True)]
+            caches = [
+                layer.open(block.attention, batch, length, x_BSD) for layer, block in zip(layers, blocks, strict=True)
+            ]
         attention_mask = _needed_mask(attention_mask, length, layers)
         padding = padding_of(attention_mask, batch, length, layers is not None, cu_seq_lens_q is not None)
         real_BS = None if padding is None else padding.real_BS
@@ -237,6 +244,14 @@ class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
         )
 
     generate_batch = init_continuous_batching
+
+
+class NSAForSequenceClassification(GenericForSequenceClassification, NSAPreTrainedModel):
+    """One answer per row, at its last token that is not padding: classes, or with one label a reward."""
+
+
+class NSAForTokenClassification(GenericForTokenClassification, NSAPreTrainedModel):
+    """One answer per token."""
 
 
 def _loss_labels(

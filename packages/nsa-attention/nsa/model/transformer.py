@@ -166,7 +166,8 @@ class NSATransformer(nn.Module):
     def new_cache(self, batch: int, max_len: int, rewind: int = 0, pages: int | None = None) -> NSACache:
         """An empty cache for `batch` rows of at most `max_len` tokens; arguments as for `NSAAttention.new_cache`, pages
         in every layer."""
-        return NSACache([block.attention.new_cache(batch, max_len, rewind, pages) for block in self._blocks()])
+        like = self.embeddings.weight  # not quantised where linear layers are
+        return NSACache([block.attention.new_cache(batch, max_len, rewind, pages, like) for block in self._blocks()])
 
     def num_params(self) -> int:
         """Parameters, tied ones once."""
