@@ -310,13 +310,16 @@ class MergedSoftmax(AttentionStrategy):
         return compressed._replace(pos_BS=far_BS), selected._replace(pos_BS=far_BS), window
 
     def attend(
-        self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys
-    ) -> BranchesOutput:
+        self, run: KernelPlan, q_BSGRK: Tensor, gates_BSGR3: Tensor | None, keys: AttendedKeys,
+        blocks: Tensor | None = None,
+    ) -> BranchesOutput:  # fmt: skip
+        """blocks: to attend to in place of the selection."""
         (k_cmp, _, pos, first), (k, v, far, start), window = keys
         options = self.options
-        if self.coarse is None:
+        if blocks is None and self.coarse is None:
             blocks = run.functions.select(q_BSGRK, k_cmp, pos, first, **options)
-        else:
+        elif blocks is None:
+            assert self.coarse is not None
             with torch.no_grad():
                 blocks = self.attend_coarse(self.coarse, q_BSGRK, BranchKeys(k_cmp, k_cmp, pos, first))[1]
         selected_out, lse_sel = run.functions.selected(q_BSGRK, k, v, blocks, far, start, **options, return_lse=True)

@@ -1,4 +1,4 @@
-"""The model for Transformers 5. Importing this package registers it with the Auto classes.
+"""The model for Transformers 5, and sparse attention for other models. Importing this package registers both.
 
 Transformers has no plugins: import this before `AutoModelForCausalLM.from_pretrained` loads an exported model.
 """
@@ -13,6 +13,7 @@ from transformers import (
 
 from nsa.hf.configuration import NSAConfig
 from nsa.hf.modeling import NSAForCausalLM, NSAForSequenceClassification, NSAForTokenClassification, NSAModel
+from nsa.hf.sparse_attention import use_sparse_attention
 
 AutoConfig.register("nsa", NSAConfig, exist_ok=True)
 AutoModel.register(NSAConfig, NSAModel, exist_ok=True)
@@ -26,4 +27,5 @@ __all__ = [
     "NSAForSequenceClassification",
     "NSAForTokenClassification",
     "NSAModel",
+    "use_sparse_attention",
 ]

@@ -177,7 +177,7 @@ def _family(values: Mapping[str, Any], where: Path) -> _DenseFamily:
         reason = next((why for word, why in _REASONS_BY_WORD if word in plain), "what it computes is not known here")
         raise CheckpointError(
             f"{where} has architectures={architectures!r:.80}, which is not converted: {reason}. Convert one of "
-            f"{', '.join(FAMILIES)}."
+            f"{', '.join(FAMILIES)}; or run it in Transformers with nsa.hf.use_sparse_attention, which refuses less."
         )
     if values.get("model_type") != family.config_class.model_type:
         raise CheckpointError(
