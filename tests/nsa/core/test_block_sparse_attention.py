@@ -150,6 +150,16 @@ def test_gradients_are_bitwise_the_same_every_time(backend):
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("backend", RUN_HERE)
+def test_the_last_queries_alone_read_what_they_read_among_all(backend):
+    case = random_case_once(9, most_tokens=40)
+    options = dict(case.options, cu_seqlens=None, kernels=backend)
+    q, k, v, blocks = case.inputs
+    whole = block_sparse_attention(q, k, v, blocks, **options)
+    last = block_sparse_attention(q[:, -3:], k, v, blocks[:, -3:], **options)
+    torch.testing.assert_close(last, whole[:, -3:], atol=1e-6, rtol=1e-6)
+
+
 def test_selected_attention_is_the_same_computation():
     case = random_case_once(4)
     q, k, v, blocks = case.inputs
