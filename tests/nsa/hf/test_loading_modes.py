@@ -84,7 +84,7 @@ def test_adapters_of_a_quantised_model_learn_and_generate(folder, config):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
     ask = dict(attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False)
     assert torch.equal(model.eval().generate(ids, **ask), model.generate(ids, use_cache=False, **ask))

@@ -8,7 +8,10 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    CLIPVisionConfig,
     DataCollatorWithFlattening,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -167,6 +170,24 @@ def test_a_model_with_default_sizes_needs_no_call():
     model = tiny_model("llama")
     model.set_attn_implementation("nsa")
     close(logits(model, ROWS), logits(tiny_model("llama"), ROWS))
+
+
+def test_of_a_model_with_images_the_text_part_becomes_sparse():
+    text = tiny_model("llama").config
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=63))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15)
+    ids = ROWS.clamp(max=62)
+    dense = logits(model.eval(), ids)
+    assert use_sparse_attention(model, GEOMETRY) == [0, 1]
+    sparse = logits(model, ids)
+    close(sparse[:, :COVERED], dense[:, :COVERED])
+    assert not torch.allclose(sparse, dense, atol=1e-3)
+    assert model.config.vision_config._attn_implementation != "nsa"
 
 
 class FirstBlocks:
