@@ -2,7 +2,7 @@
 
 Triton is told of a GPU that is not there (`--gpu`), and what it would compile is replaced by a kernel that counts its
 launches and returns. What remains is Python: operators, autograd, launchers, Triton's own launch. Times are minima of
-many runs, printed beside a trivial Triton launch, because machines differ more than the ratio does.
+many runs in CPU time of the thread, printed beside a trivial Triton launch: machines differ more than the ratio does.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from nsa.bench.case import SHAPES
@@ -26,6 +27,7 @@ from nsa.core.layer_kinds import ThreeBranches
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import plain_layout
 from nsa.kernels.registry import backend_request
+from nsa.kernels.triton import launch
 from proofs.ptx_emulator.driver import emulated
 
 TOKENS = 128
@@ -47,34 +49,32 @@ class HostTime(NamedTuple):
         return f"{self.name:20} {self.launches:3d} launches, {times}"
 
 
-class CountingKernel:
-    """A compiled kernel, as Triton's runtime uses one."""
+class CountingKernel(CompiledKernel):
+    """A compiled kernel that counts its launches and does nothing."""
 
-    function = packed_metadata = None
+    def __init__(self, name: str = "") -> None:
+        self.name, self.src, self.packed_metadata = name, None, None
+        self.module = self.function = object()
+        self._run, self.launches = self._count, 0
 
-    def __init__(self) -> None:
-        self.launches = 0
-
-    def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: object) -> None:
-        return None
-
-    def run(self, *arguments: object) -> None:
+    def _count(self, *arguments: object) -> None:
         self.launches += 1
 
 
 @contextmanager
-def uncompiled_kernels(gpu: str) -> Iterator[CountingKernel]:
-    """Inside, kernels are launched and do nothing."""
-    counting = CountingKernel()
+def uncompiled_kernels(gpu: str, compiled: Callable[[str], CountingKernel]) -> Iterator[None]:
+    """Inside, kernels are launched and do nothing. `compiled`: what a kernel of a name becomes."""
 
     def compile_nothing(kernel: Any, key: str, signature: Any, device: int, *rest: object) -> CountingKernel:
         _ = kernel.cache_key  # as compiling does: it collects the globals that are compared at every launch
-        kernel.device_caches[device][0][key] = counting
-        return counting
+        kernel.device_caches[device][0][key] = replacement = compiled(kernel.__name__)
+        return replacement
 
+    small_bytes = launch.SMALL_BYTES
     with emulated(gpu), mock.patch.object(JITFunction, "_do_compile", compile_nothing):
+        launch.SMALL_BYTES = small_bytes
         triton.knobs.runtime.add_stages_inspection_hook = None  # the emulator's, which would take time at each launch
-        yield counting
+        yield
 
 
 @triton.jit
@@ -152,9 +152,9 @@ def measure(counting: CountingKernel, calls: dict[str, Callable[[], object]], re
     for _ in range(repeats // IN_A_ROW):
         for name, call in every.items():
             for _ in range(IN_A_ROW):
-                begin = time.perf_counter()
+                begin = time.thread_time()
                 call()
-                best[name] = min(best[name], time.perf_counter() - begin)
+                best[name] = min(best[name], time.thread_time() - begin)
     unit = best["trivial launch"]
     for name, seconds in best.items():
         yield HostTime(name, seconds * 1e6, launches[name], seconds / unit)
@@ -167,7 +167,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with uncompiled_kernels(args.gpu) as counting:
+    counting = CountingKernel()
+    with uncompiled_kernels(args.gpu, lambda name: counting):
         decode = decode_call()
         for result in measure(counting, {**layer_calls(args.tokens), "decode one token": decode}, args.repeats):
             print(result, flush=True)

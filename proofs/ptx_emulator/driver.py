@@ -173,12 +173,13 @@ def _ptx_is_the_binary(*arguments: Any) -> tuple[str, str] | None:
 def emulated(gpu: str, edit: PtxEdit | None = None) -> Iterator[EmulatorDriver]:
     """Inside, Triton kernels run in the emulator, compiled for `gpu`, with that GPU's tile sizes."""
     import nsa.kernels.triton as backend
-    from nsa.kernels.triton import tuning
+    from nsa.kernels.triton import launch, tuning
 
     runtime, knobs = triton.runtime.driver, triton.knobs.runtime
     if knobs.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted, not compiled.")
     before = runtime._active, knobs.add_stages_inspection_hook, backend._interpreted, tuning.gpu_here
+    small, launch.SMALL_BYTES = launch.SMALL_BYTES, 0  # accesses are compared with the bounds of each tensor
     driver = EmulatorDriver(gpu, edit)
     runtime.set_active(driver)
     knobs.add_stages_inspection_hook = _ptx_is_the_binary
@@ -187,4 +188,5 @@ def emulated(gpu: str, edit: PtxEdit | None = None) -> Iterator[EmulatorDriver]:
     try:
         yield driver
     finally:
+        launch.SMALL_BYTES = small
         runtime._active, knobs.add_stages_inspection_hook, backend._interpreted, tuning.gpu_here = before

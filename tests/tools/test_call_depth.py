@@ -8,7 +8,7 @@ import pytest
 
 from tools.call_depth import ROOT, c_calls, measure
 
-MOST_TO_C, MOST_TO_TRITON = 6, 7
+MOST_TO_C, MOST_TO_TRITON = 6, 8
 ATTENTION_KERNELS = ("range_forward", "select", "selected_forward", "merge_slots", "mix_forward", "decode")
 """The others prepare indices for these."""
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import nsa.kernels.triton as backend
 from nsa.kernels.triton import tuning
+from nsa.kernels.triton.launch import unplanned
 
 GPU = "sm_80"
 _TARGET = make_backend(GPUTarget("cuda", 80, 32))
@@ -65,6 +66,7 @@ def recorded_launches(on_launch: Callable[[], None] = lambda: None) -> Iterator[
         launches.append(RecordedLaunch(name, grid, arguments, special, options, kernel))
 
     with (
+        unplanned(),
         mock.patch.object(JITFunction, "run", run),
         mock.patch.object(backend, "_interpreted", return_value=True),  # CPU tensors are admitted
         mock.patch.object(tuning, "gpu_here", return_value=GPU),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from nsa.core.branches import BRANCH_ORDER
 from nsa.core.positions import packed_layout
 from nsa.geometry import Geometry
 from nsa.kernels import ops
@@ -20,6 +21,7 @@ REST = (GEOMETRY.ints, 0.25)
 CHECKS = ("test_schema", "test_faketensor")
 WITH_OPERATORS = [name for name in RUN_HERE if name in ops._KERNELS]
 FUSED = [name for name in WITH_OPERATORS if BACKENDS[name].compressed_and_select is not None]
+WHOLE = [name for name in WITH_OPERATORS if BACKENDS[name].layer is not None]
 LAYOUTS = ("contiguous", "heads_first", "width_outside")
 
 
@@ -92,3 +94,17 @@ def test_compressed_attention_with_selection_and_the_gate_mix(backend, layout):
     opcheck(ops._compressed_and_select, inputs, test_utils=CHECKS)
     opcheck(ops._mix, (gates, dout, dout, dout, backend), test_utils=CHECKS)
     opcheck(ops._mix_backward, (dout, gates, dout, dout, dout, backend), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", WHOLE)
+def test_a_whole_layer_and_its_gradients(backend, layout):
+    q, dout, dlse, gates, _ = rows(layout)
+    places = {"compressed": (POS, FIRST)}
+    branches = [(*keys(branch, layout), *places.get(branch, (POS, START))) for branch in BRANCH_ORDER]
+    inputs = (q, gates, *(x for branch in branches for x in branch))
+    opcheck(ops._attend_layer, (*inputs, *REST, backend), test_utils=CHECKS)
+    _, *outputs = ops._attend_layer(*inputs, *REST, backend)
+    for gradients in ((None, None, None), (dlse, None, dlse)):
+        back = (dout, *gradients, outputs, list(inputs), *REST, backend)
+        opcheck(ops._attend_layer_backward, back, test_utils=CHECKS)

@@ -117,6 +117,16 @@ def test_other_transforms_are_refused_by_name(backend, transform):
         transform(loss_with(backend), *inputs())
 
 
+@pytest.mark.parametrize("backend", WITH_KERNELS)
+def test_a_second_gradient_is_refused_where_the_first_does_not_depend_on_the_output(backend):
+    q, *rest = inputs()
+    q.requires_grad_()
+    out = nsa_attention(q, *rest, geometry=TINY, kernels=backend)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedTransform, match="double backward"):
+        torch.autograd.grad(dq.square().sum(), q)
+
+
 def test_the_reference_supports_every_transform():
     operands, loss = inputs(torch.float64), loss_with("reference")
     q, *rest = operands

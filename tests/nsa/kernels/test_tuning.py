@@ -22,7 +22,8 @@ import triton
 
 from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.kernels.triton import autotune, tuning
-from nsa.kernels.triton.autotune import Launch, TileTuner, Work, key_of, run, tuned
+from nsa.kernels.triton.autotune import TileTuner, Work, key_of, tuned
+from nsa.kernels.triton.launch import Launch, launch_all
 from nsa.kernels.triton.tile_store import TileStore, set_tuning
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose
 from tests import fork_server
@@ -225,26 +226,26 @@ def gpu(monkeypatch, tmp_path):
 
 
 def test_tuning_is_off_by_default(gpu):
-    run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
+    launch_all(tuned("range_forward", OnGpu(), 64, gpu.prepare).launches)
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_without_a_gpu_nothing_is_timed(gpu, tuning_on):
     """Covers the interpreter, whose one configuration is the table's."""
-    run(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare))
+    launch_all(tuned("range_forward", torch.empty(1, 8, 2, 6, 64, dtype=torch.bfloat16), 64, gpu.prepare).launches)
     assert gpu.kernel.ran == [choose("range_forward", 64)]
 
 
 def test_fp32_keeps_the_table_and_has_smaller_tiles(gpu, tuning_on):
     small = choose("range_forward", 64, element_size=4)
     gpu.kernel.takes[small] = 1.0
-    run(tuned("range_forward", OnGpu(torch.float32), 64, gpu.prepare))
+    launch_all(tuned("range_forward", OnGpu(torch.float32), 64, gpu.prepare).launches)
     assert gpu.kernel.ran == [small]
     assert (small == choose("range_forward", 64)) == triton.knobs.runtime.interpret
 
 
 def test_on_a_gpu_the_winner_runs(gpu, tuning_on):
-    run(tuned("range_forward", OnGpu(), 64, gpu.prepare))
+    launch_all(tuned("range_forward", OnGpu(), 64, gpu.prepare).launches)
     assert gpu.kernel.ran[-1] == candidates("range_forward")[3]
     assert list(gpu.store.read()) == ["range_forward bfloat16 G=2 R=6 d_k=64 d_v=64 long"]
 

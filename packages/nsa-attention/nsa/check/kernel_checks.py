@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nsa.check.cases import BACKEND, SMALL_PIECE, KernelCase, self_check_case
 from nsa.check.comparison import (
@@ -72,6 +73,9 @@ def parts(
     yield _CheckedPart(
         "select", partial(_select, call, device, functions.select), partial(_compare_blocks, call, "select")
     )
+    if BACKENDS[backend].layer is not None:
+        layer = _LayerCase(call, backend, device)
+        yield _CheckedPart("layer", layer.run, layer.compare)
     heads = case.shape.heads_per_group
     for n_gates, gate_dtype in dict.fromkeys(((heads, torch.float32), (heads, dtype), (1, torch.float32))):
         mix = _MixCase(case, dtype, n_gates, gate_dtype)
@@ -142,13 +146,56 @@ def _in_spans(run: Callable[[], Results]) -> Results:
 def _small_slots() -> Iterator[None]:
     """Inside, the selected branch takes the queries in spans, as it does where rows are long."""
     from nsa.kernels.triton import selected
+    from nsa.kernels.triton.launch import unplanned
 
     before = selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS
     selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = 1, 1  # room for one block of each query
     try:
-        yield
+        with unplanned():
+            yield
     finally:
         selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = before
+
+
+class _LayerCase:
+    """The three branches, the selection and the mix as one operator, as the model calls them."""
+
+    def __init__(self, call: KernelCall, backend: str, device: torch.device) -> None:
+        self.call, self.backend, self.device = call, backend, device
+        gates = torch.rand(*call.q_BSGRK.shape[:-1], 3, generator=torch.Generator().manual_seed(3))
+        self._inputs = (call.q_BSGRK, gates, *call.compressed, *call.raw, *call.raw)
+
+    def _leaves(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        return [x.to(device, torch.float32 if i == 1 else dtype).requires_grad_() for i, x in enumerate(self._inputs)]
+
+    def run(self) -> Results:
+        layer, leaves = BACKENDS[self.backend].layer, self._leaves(self.device, self.call.dtype)
+        assert layer is not None
+        pos, start, first = self.call.positions(self.device)
+        q, gates, *keys = leaves
+        places = ((pos, first), (pos, start), (pos, start))
+        tensors = [x for i, place in enumerate(places) for x in (*keys[2 * i : 2 * i + 2], *place)]
+        y = layer(q, gates, *tensors, **self.call.choosing)
+        return {**self._results(y.mixed_BSGRV, leaves), "blocks": y.idx_BSGN}
+
+    def _by_branches(self, backend: str, device: torch.device, dtype: torch.dtype, blocks: Tensor) -> Results:
+        q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = leaves = self._leaves(device, dtype)
+        (pos, start, first), functions = self.call.positions(device), BACKENDS[backend].functions
+        compressed = functions.compressed(q, k_cmp, v_cmp, pos, first, **self.call.choosing)
+        selected = functions.selected(q, k_sel, v_sel, blocks.to(device), pos, start, **self.call.choosing)
+        sliding = functions.sliding(q, k_win, v_win, pos, start, **self.call.choosing)
+        return self._results(reference.mix(gates, compressed, selected, sliding), leaves)
+
+    def _results(self, out: Tensor, leaves: list[Tensor]) -> Results:
+        gradients = torch.autograd.grad(out, leaves, self.call.dout_BSGRV.to(out.device, out.dtype))
+        keys = [f"d{x} {branch}" for branch in ATTENTION for x in "kv"]
+        return dict(zip(("out", "dq", "dgates", *keys), (out.detach(), *gradients), strict=True))
+
+    def compare(self, got: Results) -> list[CheckResult]:
+        """With the reference, within the tolerance that the branches one by one give."""
+        truth = self._by_branches("reference", CPU, torch.float32, got["blocks"])
+        plain = self._by_branches(self.backend, self.device, self.call.dtype, got["blocks"])
+        return [*compare("layer", self.call.dtype, got, truth, plain), *_compare_blocks(self.call, "layer", got)]
 
 
 class _MixCase:
@@ -224,12 +271,15 @@ def compile_ahead(parts: Iterable[_CheckedPart], threads: int) -> None:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
+    from nsa.kernels.triton.launch import unplanned
+
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), torch.autograd.set_multithreading_enabled(False):
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool), one_thread, unplanned():
         JITFunction.run = compile_only
         try:
             for part in parts:

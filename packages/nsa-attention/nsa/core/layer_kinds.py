@@ -202,6 +202,9 @@ class ThreeBranches(AttentionStrategy):
         assert gates_BSGR3 is not None
         compressed, (k_sel, v_sel, pos, start), window = keys
         options = self.options
+        if run.layer is not None and blocks_BSGN is None and self.coarse is None and "sliding" in self.branches:
+            mixed, idx, *lse = run.layer(q_BSGRK, gates_BSGR3, *compressed, *keys[1], *window, **options)[:5]
+            return BranchesOutput(mixed, idx, tuple(lse))
         if blocks_BSGN is not None:
             compressed_out, lse_cmp = run.functions.compressed(q_BSGRK, *compressed, **options, return_lse=True)
         elif self.coarse is None:

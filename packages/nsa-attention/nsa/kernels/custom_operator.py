@@ -25,11 +25,14 @@ COMPILER = "torch._dynamo"
 _ANY_DEVICE = None
 
 
-def custom_operator(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Decorator that makes a function the operator `name` of torch.library."""
+def custom_operator(
+    name: str, *, mutates_args: Iterable[str], schema: str | None = None
+) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Decorator that makes a function the operator `name` of torch.library. `schema`: of a function whose signature
+    does not say it."""
 
     def define(function: Callable[..., Any]) -> CustomOpDef:
-        operator = torch.library.custom_op(name, function, mutates_args=tuple(mutates_args))
+        operator = torch.library.custom_op(name, function, mutates_args=tuple(mutates_args), schema=schema)
         hidden = operator._backend_fns[_ANY_DEVICE]
 
         @functools.wraps(function)
@@ -100,12 +103,38 @@ def with_gradient(
     base: type[ReverseModeFunction],
 ) -> _DifferentiableOperator:  # fmt: skip
     """Register an operator's gradient. `base` has the words of its refusals."""
-    members: dict[str, Any] = {"forward": operator, "setup_context": setup_context, "backward": backward}
+    members: dict[str, Any] = {
+        "forward": _without_dispatcher(operator),
+        "setup_context": setup_context,
+        "backward": backward,
+    }
     function: Any = type(operator._name, (base,), {name: staticmethod(member) for name, member in members.items()})
     operator.register_autograd(backward, setup_context=setup_context)
     operator.register_vmap(base.vmap)
     operator.__signature__ = _ANY_ARGUMENTS  # type: ignore[attr-defined]
     return _DifferentiableOperator(operator, function)
+
+
+def _without_dispatcher(operator: torch.library.CustomOpDef) -> Callable[..., Any]:
+    """Call the operator's function where nothing watches, replaces or traces operators: the dispatcher takes as long as
+    ten launches."""
+    function = operator._init_fn
+
+    def run(*args: Any) -> Any:
+        watched = (
+            torch._C._len_torch_dispatch_stack()
+            or torch.autograd.profiler._is_profiler_enabled
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None  # it would trace what runs inside
+            or not _PLAIN.issuperset(map(type, args))
+        )
+        return operator(*args) if watched else function(*args)
+
+    return run
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, int, float, bool, list))
+"""Types of arguments; lists have no tensors. A subclass of `Tensor` has operators of its own."""
 
 
 def without_second_gradient(

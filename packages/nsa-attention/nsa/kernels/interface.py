@@ -73,6 +73,55 @@ class BranchInputs(NamedTuple):
         return self.idx_BSGN
 
 
+class LayerInputs(NamedTuple):
+    """What a layer with three branches attends with: queries, gates, and each branch's keys, values, positions and
+    starts, as in `BranchInputs`."""
+
+    q_BSGRK: Tensor
+    gates_BSGX3: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    pos_cmp: Tensor
+    first_BS: Tensor
+    k_sel: Tensor
+    v_sel: Tensor
+    pos_sel: Tensor
+    start_sel: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    pos_win: Tensor
+    start_win: Tensor
+    geometry: Geometry
+    scale: float
+
+    @property
+    def compressed(self) -> BranchInputs:
+        k, v, pos, first = self[2:6]
+        return BranchInputs("compressed", self.q_BSGRK, k, v, None, pos, first, self.geometry, self.scale)
+
+    def selected(self, idx_BSGN: Tensor) -> BranchInputs:
+        k, v, pos, start = self[6:10]
+        return BranchInputs("selected", self.q_BSGRK, k, v, idx_BSGN, pos, start, self.geometry, self.scale)
+
+    @property
+    def sliding(self) -> BranchInputs:
+        k, v, pos, start = self[10:14]
+        return BranchInputs("sliding", self.q_BSGRK, k, v, None, pos, start, self.geometry, self.scale)
+
+
+class LayerOutputs(NamedTuple):
+    """Mixed output and chosen blocks of a layer, log-sum-exps and outputs of its branches."""
+
+    mixed_BSGRV: Tensor
+    idx_BSGN: Tensor
+    lse_cmp: Tensor
+    lse_sel: Tensor
+    lse_win: Tensor
+    out_cmp: Tensor
+    out_sel: Tensor
+    out_win: Tensor
+
+
 class BackendKernels(Protocol):
     """The functions of a backend's module, on tensors and without autograd. A query at a position below 0 sees nothing
     and selects nothing. `nsa.kernels.ops` makes operators of them.
@@ -97,6 +146,16 @@ class FusedBackendKernels(BackendKernels, Protocol):
 
     def compressed_and_select(self, x: BranchInputs, /) -> tuple[Tensor, Tensor, Tensor]:
         """The compressed branch's output, its log-sum-exps and the chosen blocks in one pass."""
+
+    def layer_forward(self, x: LayerInputs, /) -> LayerOutputs:
+        """The three branches, the selection and the mix."""
+
+    def layer_backward(
+        self, x: LayerInputs, y: LayerOutputs, dlse_cmp: Tensor | None, dlse_sel: Tensor | None,
+        dlse_win: Tensor | None, /,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of queries, gates, and each branch's keys and values. The mixed output's place in `y` has its
+        gradient."""
 
     def mix_forward(self, gates: Tensor, compressed: Tensor, selected: Tensor, sliding: Tensor, /) -> Tensor:
         """The branches' outputs mixed by the gates, as `reference.mix`."""

@@ -14,7 +14,7 @@ from nsa.geometry import Geometry
 from nsa.kernel_variables import requested_backends
 from nsa.kernels import cpu, ops, portable, reference, triton
 from nsa.kernels.interface import KernelShape as KernelShape
-from nsa.kernels.interface import TokenDecoder, constant_when_traced
+from nsa.kernels.interface import LayerOutputs, TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
 from nsa.kernels.self_check import KernelVerdict, triton_verdict
@@ -58,6 +58,8 @@ class KernelBackend:
     """Builds a decoder of one new token per row over a `CacheView`, all branches at once, without gradients; with
     `merged` for layers of that kind: selected blocks before the window, and one softmax over both."""
     mix: Mixing = reference.mix
+    layer: Callable[..., LayerOutputs] | None = None
+    """The three branches, the selection and the mixing as one operator."""
 
 
 class PassedOver(NamedTuple):
@@ -107,6 +109,8 @@ class KernelPlan(NamedTuple):
     """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
     mix: Mixing
     """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
+    layer: Callable[..., LayerOutputs] | None
+    """All of it as one operator; None unless one backend computes all branches and offers one."""
 
 
 def _any_floating_point(branch: str, device: torch.device, dtype: torch.dtype, shape: KernelShape) -> str | None:
@@ -134,6 +138,7 @@ BACKENDS: dict[str, KernelBackend] = {
             compressed_and_select=ops.bind_fused("triton"),
             decoder=lambda *args, **kwargs: triton.TritonDecoder(*args, **kwargs),  # looking it up imports Triton
             mix=ops.bind_mix("triton"),
+            layer=ops.bind_layer("triton"),
         ),
         KernelBackend("portable", ops.bind("portable", portable), _any_floating_point),
         KernelBackend(
@@ -168,8 +173,8 @@ def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, sha
         _compressed_then_select, functions
     )
     if compressed is select is selected is sliding:
-        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix)
-    return KernelPlan(functions, choices, both, None, reference.mix)
+        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix, compressed.layer)
+    return KernelPlan(functions, choices, both, None, reference.mix, None)
 
 
 _plan_once = functools.cache(_plan)  # called by every layer at every step

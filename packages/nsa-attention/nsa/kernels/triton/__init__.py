@@ -30,6 +30,8 @@ _HOMES = {
     "TritonDecoder": "decode",
     "mix_forward": "mix",
     "mix_backward": "mix",
+    "layer_forward": "layer",
+    "layer_backward": "layer",
 }
 
 

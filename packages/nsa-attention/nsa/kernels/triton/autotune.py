@@ -12,7 +12,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nsa.gpus import GpuArchitecture
 from nsa.kernels.cpu.build import cache_folder
+from nsa.kernels.triton.launch import Launch, launch_all
 from nsa.kernels.triton.tile_store import TileStore, tunes
 from nsa.kernels.triton.tuning import TileSizes, candidates, choose, limits_here
 
@@ -83,16 +84,6 @@ def _number(pattern: str, text: str) -> int:
 _log = logging.getLogger(__name__)
 
 
-class Launch(NamedTuple):
-    """A kernel over a grid. In a forward pass the caller runs it, `kernel[grid](*arguments, **constants)`, without a
-    function in between; `run` does it elsewhere."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    constants: Mapping[str, Any]
-
-
 class Work(NamedTuple):
     """What one choice of tiles computes."""
 
@@ -127,12 +118,6 @@ def key_of(kernel: str, q_BSGRK: Tensor, **constants: int) -> str:
     _, S, G, R, d_k = q_BSGRK.shape
     sizes = " ".join(f"{name}={n}" for name, n in dict(G=G, R=R, d_k=d_k, **constants).items())
     return f"{kernel} {str(q_BSGRK.dtype).removeprefix('torch.')} {sizes} {'long' if S >= _LONG_QUERIES else 'short'}"
-
-
-def run(work: Work) -> None:
-    """Launch what one choice of tiles computes."""
-    for kernel, grid, arguments, constants in work.launches:
-        kernel[grid](*arguments, **constants)
 
 
 def _compiled(work: Work) -> Any:
@@ -181,7 +166,7 @@ class TileTuner:
             if reasons := self._refusals(_compiled(prepare(tiles))):
                 _log.info("%s: %s refused, %s", key, tiles, "; ".join(reasons))
                 continue
-            times[tiles] = self._measure(lambda tiles=tiles: run(prepare(tiles)))  # type: ignore[misc]
+            times[tiles] = self._measure(lambda tiles=tiles: launch_all(prepare(tiles).launches))  # type: ignore[misc]
         table = candidates[0]
         if not times:
             _log.warning("%s: every candidate was refused; the table's tiles stay.", key)

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.triton import PIECE
+from nsa.kernels.triton.launch import launch
 from nsa.kernels.triton.tile import VARYING
 
 _NONE = tl.constexpr(2147483647)
@@ -314,19 +315,24 @@ def build_block_index(idx_BSGN: Tensor, pos_BS: Tensor, start_BS: Tensor, l_sel:
     where = (*pos_BS.stride(), *start_BS.stride())
     of_chunks = dict(G=G, **sizes, num_warps=warps)
     blocks, steps = triton.cdiv(n_chunks, sizes["ROWS"]), (n_places + 1).bit_length()
-    sort_chunks_kernel[(blocks, B * G)](
-        idx, pos_BS, start_BS, index.last_BS, entries, ranks, S, n_chunks, n_windows, *where, **of_chunks
-    )
-    rank_chunks_kernel[(triton.cdiv(n_runs, sizes["ROWS"]), B * G)](
-        entries, ranks, counts, n_chunks, run_length, n_windows, **rank_sizes(sizes), num_warps=warps
-    )
-    place_chunks_kernel[(triton.cdiv(n_windows + 1, BINS), B * G)](
-        counts, before, totals, n_runs, n_windows + 1, RUNS=RUNS, BINS=BINS
-    )
-    place_windows_kernel[(1,)](
+    launch(
+        sort_chunks_kernel, (blocks, B * G),
+        idx, pos_BS, start_BS, index.last_BS, entries, ranks, S, n_chunks, n_windows, *where, **of_chunks,
+    )  # fmt: skip
+    launch(
+        rank_chunks_kernel, (triton.cdiv(n_runs, sizes["ROWS"]), B * G),
+        entries, ranks, counts, n_chunks, run_length, n_windows, **rank_sizes(sizes), num_warps=warps,
+    )  # fmt: skip
+    launch(
+        place_chunks_kernel, (triton.cdiv(n_windows + 1, BINS), B * G),
+        counts, before, totals, n_runs, n_windows + 1, RUNS=RUNS, BINS=BINS,
+    )  # fmt: skip
+    launch(
+        place_windows_kernel, (1,),
         totals, index.offset, index.piece_first, n_places, n_windows, PIECE=PIECE, BLOCK=PLACES
     )  # fmt: skip
-    fill_kernel[(blocks + triton.cdiv(triton.cdiv(n_pieces, PLACES), B * G), B * G)](
+    launch(
+        fill_kernel, (blocks + triton.cdiv(triton.cdiv(n_pieces, PLACES), B * G), B * G),
         entries, ranks, before, totals, index.offset, index.piece_first, pos_BS, start_BS,
         index.pair, index.begin, index.piece_window,
         n_chunks, run_length, n_windows, n_places, n_pieces, steps, *where, **of_chunks, BLOCK=PLACES,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
+from nsa.kernels.triton.launch import launch
 from nsa.kernels.triton.tile import VARYING
 
 
@@ -101,9 +102,10 @@ def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> KeyB
     n_chunks = triton.cdiv(S, CHUNK)
     shapes = ((B, S), (B, S), (B, n_chunks), (B, n_chunks))
     bounds = KeyBounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
-    bounds_kernel[(n_chunks, B)](
-        pos_BS, start_BS, *bounds, S, n_keys, *pos_BS.stride(), *start_BS.stride(), **sizes, CHUNK=CHUNK
-    )
+    where = (*pos_BS.stride(), *start_BS.stride())
+    launch(
+        bounds_kernel, (n_chunks, B), pos_BS, start_BS, *bounds, S, n_keys, *where, **sizes, CHUNK=CHUNK
+    )  # fmt: skip
     return bounds
 
 
@@ -111,7 +113,6 @@ def seen_by(bounds: KeyBounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
     """The queries that may see each tile of n keys, [first, end): [B, tiles]. Exact where bounds only grow along S."""
     B, S = bounds.lo_BS.shape
     first, end = (torch.empty((B, n_tiles), dtype=torch.int32, device=bounds.lo_BS.device) for _ in range(2))
-    seen_by_kernel[(n_tiles, B)](
-        *bounds, first, end, S, bounds.reach.shape[1], N=n, CHUNK=CHUNK, BLOCK=CHUNKS
-    )  # fmt: skip
+    n_chunks = bounds.reach.shape[1]
+    launch(seen_by_kernel, (n_tiles, B), *bounds, first, end, S, n_chunks, N=n, CHUNK=CHUNK, BLOCK=CHUNKS)
     return first, end

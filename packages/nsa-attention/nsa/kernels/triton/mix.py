@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.kernels.triton.launch import launch, planned
 from nsa.kernels.triton.tile import VARYING, load_rows, store_rows
 from nsa.kernels.triton.tuning import split_width
 
@@ -83,15 +84,18 @@ _ELEMENTS = 2048
 """Elements of one branch that a program holds: 16 for each of 128 threads."""
 
 
+@planned
 def mix_forward(gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor) -> Tensor:
     """gate · output, summed over the branches in fp32, in the branches' dtype."""
     branches = (compressed_BSGRV, selected_BSGRV, sliding_BSGRV)
     gates, *outs = (x.contiguous() for x in (gates_BSGX3, *branches))
     mixed = torch.empty_like(outs[0])
-    mix_forward_kernel[grid(gates, mixed)](gates, *outs, mixed, gates.numel() // 3, **constants(gates, mixed))
+    tensors = (gates, *outs, mixed)
+    launch(mix_forward_kernel, grid(gates, mixed), *tensors, gates.numel() // 3, **constants(gates, mixed))
     return mixed
 
 
+@planned
 def mix_backward(
     dmixed_BSGRV: Tensor, gates_BSGX3: Tensor, compressed_BSGRV: Tensor, selected_BSGRV: Tensor, sliding_BSGRV: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,9 +103,8 @@ def mix_backward(
     dmixed, gates, *outs = (x.contiguous() for x in (dmixed_BSGRV, gates_BSGX3, *branches))
     dgates = torch.empty_like(gates, dtype=torch.float32)
     dcompressed, dselected, dsliding = (torch.empty_like(out) for out in outs)
-    mix_backward_kernel[grid(gates, dmixed)](
-        dmixed, gates, *outs, dgates, dcompressed, dselected, dsliding, gates.numel() // 3, **constants(gates, dmixed)
-    )
+    tensors = (dmixed, gates, *outs, dgates, dcompressed, dselected, dsliding)
+    launch(mix_backward_kernel, grid(gates, dmixed), *tensors, gates.numel() // 3, **constants(gates, dmixed))
     return dgates, dcompressed, dselected, dsliding
 
 

@@ -9,16 +9,15 @@ seen by many queries (compressed attention), the queries are cut into parts whos
 Shapes as in `nsa.kernels.reference`.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
-from nsa.kernels.triton.autotune import Launch, Work, run, tuned
+from nsa.kernels.triton.autotune import Work, tuned
 from nsa.kernels.triton.bounds import KeyBounds, key_bounds, seen_by
+from nsa.kernels.triton.launch import Launch, launch_all, planned
 from nsa.kernels.triton.tile import (
     INTERPRETED,
     LN2,
@@ -337,19 +336,19 @@ def add_parts_kernel(
         add_partial_rows(dv_part, dv, row, row, n_rows, ok, row < 0, 0, n_parts, V, V1, V2, BLOCK_M)
 
 
+@planned
 def range_forward(x: BranchInputs, bounds: KeyBounds | None = None) -> tuple[Tensor, Tensor]:
     """`bounds`: the branch's, if the caller has them."""
     q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    for kernel, grid, arguments, constants in forward_launches(q, k, v, bounds or key_bounds(x), x.scale, lse, out):
-        kernel[grid](*arguments, **constants)
+    launch_all(forward_work(q, k, v, bounds or key_bounds(x), x.scale, lse, out).launches)
     return out, lse
 
 
-def forward_launches(
+def forward_work(
     q: Tensor, k: Tensor, v: Tensor, bounds: KeyBounds, scale: float, lse: Tensor, out: Tensor | None
-) -> Sequence[Launch]:
+) -> Work:
     """What writes log-sum-exps and, unless it is None, the output."""
     (B, S, G, R, K), V = q.shape, v.shape[-1]
 
@@ -361,9 +360,10 @@ def forward_launches(
         options = {**constants, **tiles.options, "VALUES": out is not None}
         return Work([Launch(range_forward_kernel, grid, arguments, options)])
 
-    return tuned("range_forward", q, 0 if out is None else V, prepare).launches
+    return tuned("range_forward", q, 0 if out is None else V, prepare)
 
 
+@planned
 def range_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
@@ -397,9 +397,9 @@ def range_backward(
             launches.append(Launch(add_parts_kernel, grid, (*sums, dk, dv, B * T * G, parts), of_sums))
         return Work(launches, (dk, dv))
 
-    run(tuned("range_dq", q, V, prepare_dq))
+    launch_all(tuned("range_dq", q, V, prepare_dq).launches)
     of_keys = tuned("range_dkv", q, V, prepare_dkv)
-    run(of_keys)
+    launch_all(of_keys.launches)
     dk, dv = of_keys.results
     return dq, dk, dv
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton import QUERIES_OF_SLOTS, SLOT_BYTES, block_index
-from nsa.kernels.triton.autotune import Launch, Work, tuned
+from nsa.kernels.triton.autotune import Work, tuned
 from nsa.kernels.triton.block_index import BlockIndex, build_block_index, reached
+from nsa.kernels.triton.launch import Launch, launch, launch_all, planned
 from nsa.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -216,6 +217,7 @@ def merge_slots_kernel(
     tl.store(lse + flat, log_sum(top, total) * LN2, mask=ok)
 
 
+@planned
 def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     l_sel = x.geometry.l_sel
     B, S, G, R, K = x.q_BSGRK.shape
@@ -227,10 +229,11 @@ def selected_forward(x: BranchInputs) -> tuple[Tensor, Tensor]:
     for some in spans("selected_forward", q, N, l_sel, V, max(K, V)):
         queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
         index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
-        launches, (slots, levels) = _windows_forward(queries, k, v, index, N, l_sel, x.scale)
-        for kernel, grid, arguments, constants in launches:
-            kernel[grid](*arguments, **constants)
-        merge_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G)](
+        work = _windows_forward(queries, k, v, index, N, l_sel, x.scale)
+        launch_all(work.launches)
+        slots, levels = work.results
+        launch(
+            merge_slots_kernel, (triton.cdiv(queries.shape[1] * R, rows_of(V)), B * G),
             idx, index.last_BS, start, slots, levels, out[:, some], lse[:, some], queries.shape[1], S, n_windows,
             *start.stride(), G=G, R=R, **columns("V", V), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(V),
         )  # fmt: skip

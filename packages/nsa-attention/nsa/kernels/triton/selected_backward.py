@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nsa.kernels.interface import BranchInputs, Gradients
 from nsa.kernels.triton import block_index
-from nsa.kernels.triton.autotune import Launch, Work, run, tuned
+from nsa.kernels.triton.autotune import Work, tuned
 from nsa.kernels.triton.block_index import BlockIndex, build_block_index
+from nsa.kernels.triton.launch import Launch, launch, launch_all, planned
 from nsa.kernels.triton.range_attention import probabilities, products, store_gradients
 from nsa.kernels.triton.selected import (
     block_of,
@@ -194,6 +195,7 @@ def add_pieces_kernel(
         add_partial_rows(dv_part, dv, flat, step, L, ok, before, first, end, V, V1, V2, BLOCK_N)
 
 
+@planned
 def selected_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
@@ -206,9 +208,10 @@ def selected_backward(
     out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(S * R, rows_of(V)), B * G)](
-        dout, out, dlse, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V)
-    )
+    launch(
+        delta_kernel, (triton.cdiv(S * R, rows_of(V)), B * G),
+        dout, out, dlse, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V),
+    )  # fmt: skip
     all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
     wide = torch.float32 if len(all_spans) > 1 else k.dtype
     new = torch.empty if all_spans else torch.zeros
@@ -219,14 +222,16 @@ def selected_backward(
         work = _windows_backward(
             dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
         )  # fmt: skip
-        run(work)
+        launch_all(work.launches)
         slots, *sums = work.results
-        add_slots_kernel[(triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G)](
+        launch(
+            add_slots_kernel, (triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G),
             idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
             G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
         )  # fmt: skip
-        add_pieces_kernel[(n_windows, B * G, 2)](
-            *sums, index.piece_first, dk, dv, T, n_windows, int(some.start > 0),
+        more = int(some.start > 0)
+        launch(
+            add_pieces_kernel, (n_windows, B * G, 2), *sums, index.piece_first, dk, dv, T, n_windows, more,
             G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel), num_warps=adding_warps(K, V),
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
-from nsa.kernels.triton.autotune import Launch, Work, tuned
+from nsa.kernels.triton.autotune import Work, tuned
 from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
-from nsa.kernels.triton.range_attention import forward_launches, range_forward
+from nsa.kernels.triton.launch import Launch, launch_all, planned
+from nsa.kernels.triton.range_attention import forward_work, range_forward
 from nsa.kernels.triton.tile import (
     LOG2E,
     VARYING,
@@ -143,41 +144,42 @@ def select_kernel(
     tl.store(idx + at[:, None] + column[None, :], block, mask=ok[:, None] & (column[None, :] < N_SEL))
 
 
+@planned
 def select_blocks(
     q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, scale: float
 ) -> Tensor:
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     bounds = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
-    for kernel, grid, arguments, constants in forward_launches(q, k, k, bounds, scale, lse, None):
-        kernel[grid](*arguments, **constants)
-    return _choose(q, k, pos_BS, first_BS, bounds.hi_BS, lse, geometry, scale)
+    launch_all(forward_work(q, k, k, bounds, scale, lse, None).launches)
+    return choose_blocks(q, k, pos_BS, first_BS, bounds.hi_BS, lse, geometry, scale)
 
 
+@planned
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
     bounds = key_bounds(x)
     out, lse = range_forward(x, bounds)
-    q, k = rows_contiguous(x.q_BSGRK, x.k_BTGK)
-    return out, lse, _choose(q, k, x.pos_BS, x.start_BS, bounds.hi_BS, lse, x.geometry, x.scale)
+    return out, lse, choose_blocks(x.q_BSGRK, x.k_BTGK, x.pos_BS, x.start_BS, bounds.hi_BS, lse, x.geometry, x.scale)
 
 
-def _choose(
-    q: Tensor, k: Tensor, pos_BS: Tensor, first_BS: Tensor, hi: Tensor, lse: Tensor, geometry: Geometry, scale: float
-) -> Tensor:
+def choose_blocks(
+    q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, hi_BS: Tensor, lse_BSGR: Tensor,
+    geometry: Geometry, scale: float,
+) -> Tensor:  # fmt: skip
+    """The choice from the compressed branch's bounds and log-sum-exps."""
+    q, k = rows_contiguous(q_BSGRK, k_BCGK)
     B, S, G, R, K = q.shape
     idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device)
 
     def prepare(tiles: TileSizes) -> Work:
         sizes = select_sizes(geometry, tiles)
         places = (*pos_BS.stride(), *first_BS.stride(), *row_strides(q, k))
-        arguments = (q, k, pos_BS, first_BS, hi, lse, idx, scale, S, k.shape[1], R, *places)
+        arguments = (q, k, pos_BS, first_BS, hi_BS, lse_BSGR, idx, scale, S, k.shape[1], R, *places)
         constants = dict(G=G, **_keys(K), **sizes, WIDE=is_wide(q.dtype), **tiles.options)
         return Work([Launch(select_kernel, (triton.cdiv(S, sizes["BLOCK_Q"]), B * G), arguments, constants)])
 
     g = geometry
-    work = tuned("select", q, 0, prepare, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel)
-    for kernel, grid, arguments, constants in work.launches:
-        kernel[grid](*arguments, **constants)
+    launch_all(tuned("select", q, 0, prepare, l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel).launches)
     return idx
 
 

@@ -166,7 +166,7 @@ class _RowExchange:
         if slots == 1 or layer.kind == "dense":
             return run
         sliding = partial(_slide_by_piece, run.functions.sliding, slots)
-        return run._replace(functions=run.functions._replace(sliding=sliding))
+        return run._replace(functions=run.functions._replace(sliding=sliding), layer=None)
 
     def _in_row_order(self, pieces: Tensor) -> Tensor:
         """`_gathered_pieces` as [B, T, G, X]."""
