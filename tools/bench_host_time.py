@@ -3,9 +3,11 @@
 Triton is told of a GPU that is not there (`--gpu`), and what it would compile is replaced by a kernel that counts its
 launches and returns. What remains is Python: operators, autograd, launchers, Triton's own launch. Times are minima of
 many runs in CPU time of the thread, printed beside a trivial Triton launch: machines differ more than the ratio does.
+Calls of Python and C functions are the same on every machine: tests/tools/test_bench_host_time.py limits them.
 """
 
 import argparse
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,10 +45,12 @@ class HostTime(NamedTuple):
     launches: int
     trivial_launches: float
     """The time as a multiple of a trivial launch's."""
+    calls: int
+    """Functions called, of Python and of C."""
 
     def __str__(self) -> str:
         times = f"{self.microseconds:7.0f} µs of host time = {self.trivial_launches:6.1f} trivial launches"
-        return f"{self.name:20} {self.launches:3d} launches, {times}"
+        return f"{self.name:20} {self.launches:3d} launches, {self.calls:5d} function calls, {times}"
 
 
 class CountingKernel(CompiledKernel):
@@ -138,17 +142,34 @@ def decode_call() -> Callable[[], object]:
     return decode
 
 
+def function_calls(call: Callable[[], object]) -> int:
+    """Functions that a call calls in this thread, of Python and of C."""
+    calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def measure(counting: CountingKernel, calls: dict[str, Callable[[], object]], repeats: int) -> Iterator[HostTime]:
     """Times of calls inside `uncompiled_kernels`; all take turns, so that a busy moment slows none of them alone."""
     x = torch.zeros(64)
     every = {"trivial launch": lambda: trivial_kernel[(1,)](x, 64, BLOCK=64), **calls}
-    launches, best = {}, dict.fromkeys(every, float("inf"))
+    launches, called, best = {}, {}, dict.fromkeys(every, float("inf"))
     for name, call in every.items():
         for _ in range(10):
             call()
         before = counting.launches
         call()
         launches[name] = counting.launches - before
+        called[name] = function_calls(call)
     for _ in range(repeats // IN_A_ROW):
         for name, call in every.items():
             for _ in range(IN_A_ROW):
@@ -157,7 +178,7 @@ def measure(counting: CountingKernel, calls: dict[str, Callable[[], object]], re
                 best[name] = min(best[name], time.thread_time() - begin)
     unit = best["trivial launch"]
     for name, seconds in best.items():
-        yield HostTime(name, seconds * 1e6, launches[name], seconds / unit)
+        yield HostTime(name, seconds * 1e6, launches[name], seconds / unit, called[name])
 
 
 def main() -> None:

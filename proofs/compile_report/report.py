@@ -116,7 +116,7 @@ def jobs(
     k, v = columns("K", s.d_k), columns("V", s.d_v)
     of_k, of_v = (dict(G=s.n_kv_groups, R=s.heads_per_group, BLOCK_M=rows_of(width)) for width in (s.d_k, s.d_v))
     for kernel, function, constants in (
-        ("merge_slots", selected.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts)),
+        ("merge_slots", selected.merge_slots_kernel, dict(**of_v, **v, **chosen, CUTS=cuts, HEADS=1)),
         ("delta", selected_backward.delta_kernel, dict(**of_v, **v, dlse=None)),
         ("add_slots", selected_backward.add_slots_kernel, dict(**of_k, **k, **chosen, CUTS=cuts)),
         ("add_parts", range_attention.add_parts_kernel, dict(**broad, BLOCK_M=ROWS_ADDED)),
@@ -151,34 +151,36 @@ def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     """Bounds, indices and the gate mix, as their launchers call them."""
     s, g = model.shape, model.shape.geometry
 
-    def job(function: Any, warps: int = 4, **constants: int) -> CompileJob:
+    def job(function: Any, warps: int = 4, **constants: int | None) -> CompileJob:
         return CompileJob(function.fn.__name__.removesuffix("_kernel"), function, constants, warps, 2, model.dtype)
 
-    yield job(bounds.bounds_kernel, W=0, L=g.l, D=g.d, CHUNK=bounds.CHUNK)
+    yield job(bounds.bounds_kernel, W=g.w, L=g.l, D=g.d, CHUNK=bounds.CHUNK)
     yield job(bounds.seen_by_kernel, N=keys_of_dkv, CHUNK=bounds.CHUNK, BLOCK=bounds.CHUNKS)
     sizes = block_index.chunk_sizes(g.n_sel, g.l_sel)
     warps = block_index.sorting_warps(sizes)
     yield job(block_index.sort_chunks_kernel, warps, G=s.n_kv_groups, **sizes)
-    yield job(block_index.rank_chunks_kernel, warps, **block_index.rank_sizes(sizes))
     yield job(block_index.place_chunks_kernel, RUNS=block_index.RUNS, BINS=block_index.BINS)
     yield job(block_index.place_windows_kernel, PIECE=PIECE, BLOCK=block_index.PLACES)
     yield job(block_index.fill_kernel, warps, G=s.n_kv_groups, **sizes, BLOCK=block_index.PLACES)
     v = split_width(s.d_v)
-    for function in (mix.mix_forward_kernel, mix.mix_backward_kernel):
-        yield job(function, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
+    yield job(mix.mix_forward_kernel, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
+    yield job(mix.mix_backward_kernel, dlse=None, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
 
 _ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
-         "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot")  # fmt: skip
+         "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot", "dq_other",
+         "window_dk", "window_dv")  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(
-        ("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "slot_lse", "scores", "gates", "dgates"), "*fp32",
+        ("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "slot_lse", "scores", "gates", "dgates",
+         "window_dk_part", "window_dv_part"), "*fp32",
     ),
     **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
          "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "ranks", "counts", "before",
-         "totals", "table", "window_table"), "*i32",
+         "totals", "table", "window_table", "window_lo", "window_hi", "window_reach", "window_ahead",
+         "window_seen_first", "window_seen_end"), "*i32",
     ),
     "scale": "fp32",
 }  # fmt: skip

@@ -22,7 +22,7 @@ from proofs.perf_model.instruction_counts import InstructionCounts, count_instru
 from proofs.perf_model.selection_overlap import SelectionOverlap, measure_overlap
 from proofs.perf_model.work import KernelWork, LaunchSizes
 
-SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "rank_chunks", "place_chunks", "place_windows", "fill")
+SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "place_chunks", "place_windows", "fill")
 MODELLED = "modelled"
 """Label of every output: nothing was run on a GPU."""
 

@@ -26,7 +26,7 @@ def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
     for branch in ("compressed", "sliding"):
         yield range_dq(sizes, branch)
         yield range_dkv(sizes, branch)
-        yield from add_parts(sizes, branch)
+    yield from add_parts(sizes)
 
 
 def range_forward(sizes: LaunchSizes, branch: str) -> KernelWork:
@@ -82,13 +82,16 @@ def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 
-def add_parts(sizes: LaunchSizes, branch: str) -> Iterator[KernelWork]:
-    """Sums of the parts of dK and dV, where there are several."""
-    _, _, parts = key_tile_trips(sizes, branch, tiles_of("range_dkv", sizes))
-    if parts > 1:
-        keys = _axis(sizes, branch) * sizes.shape.n_kv_groups * sizes.key_bytes()
-        moved = keys * (parts * 4 / sizes.element + 1)
-        yield KernelWork(f"add_parts {branch}", True, l2_bytes=moved, hbm_bytes=moved)
+def add_parts(sizes: LaunchSizes) -> Iterator[KernelWork]:
+    """Sums of the parts of dK and dV, in the branches that have several."""
+    moved = 0.0
+    for branch in ("compressed", "sliding"):
+        _, _, parts = key_tile_trips(sizes, branch, tiles_of("range_dkv", sizes))
+        if parts > 1:
+            keys = _axis(sizes, branch) * sizes.shape.n_kv_groups * sizes.key_bytes()
+            moved += keys * (parts * 4 / sizes.element + 1)
+    if moved:
+        yield KernelWork("add_parts", True, l2_bytes=moved, hbm_bytes=moved)
 
 
 def _dkv(

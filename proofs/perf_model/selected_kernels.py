@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nsa.kernels.triton import PIECE
-from nsa.kernels.triton.selected import keys_of, rows_of, span_of
+from nsa.kernels.triton.block_index import IndexSizes, index_sizes
+from nsa.kernels.triton.selected import keys_of, most_cuts, rows_of, span_of
 from proofs.perf_model.range_kernels import INDEX, tiles_of
 from proofs.perf_model.selection_overlap import SelectionOverlap
 from proofs.perf_model.work import KernelWork, LaunchSizes
@@ -18,7 +19,6 @@ def forward(sizes: LaunchSizes, overlap: SelectionOverlap) -> Iterator[KernelWor
 
 
 def backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> Iterator[KernelWork]:
-    yield delta(sizes)
     yield selected_backward(sizes, overlap)
     yield add_slots(sizes, overlap)
     yield add_pieces(sizes, overlap)
@@ -41,17 +41,16 @@ class BlockReaders:
     n_spans: int
 
 
-def n_spans(sizes: LaunchSizes, backward: bool) -> int:
-    s = sizes.shape
-    _, cuts = keys_of(tiles_of(_kernel(backward), sizes), s.geometry.l_sel)
-    width = s.d_k if backward else s.d_v
-    heads = s.n_heads * sizes.element
-    length = span_of(sizes.length, heads * s.d_k, heads * width * 2 * s.geometry.n_sel * cuts)
-    return -(-sizes.length // length)
+def index_of(sizes: LaunchSizes) -> IndexSizes:
+    """Sizes of the block index of a row of one document."""
+    s, g, width = sizes.shape, sizes.shape.geometry, max(sizes.shape.d_k, sizes.shape.d_v)
+    columns = width * g.n_sel * most_cuts(width, sizes.element, g.l_sel, sizes.code)
+    most = span_of(sizes.length, s.n_heads * sizes.element, s.d_k, columns)
+    return index_sizes((1, sizes.length, s.n_kv_groups, g.n_sel), 1, g.l_sel, sizes.length, most)
 
 
 def readers(sizes: LaunchSizes, overlap: SelectionOverlap, backward: bool) -> BlockReaders:
-    s, tiles, spans = sizes.shape, tiles_of(_kernel(backward), sizes), n_spans(sizes, backward)
+    s, tiles, spans = sizes.shape, tiles_of(_kernel(backward), sizes), index_of(sizes).n_spans
     keys, cuts = keys_of(tiles, s.geometry.l_sel)
     trips, pieces = overlap.trips(PIECE, tiles.m, spans)
     rows = overlap.entries() * s.n_heads
@@ -83,14 +82,10 @@ def merge_slots(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
     r, s = readers(sizes, overlap, False), sizes.shape
     slots = r.rows * r.cuts * (s.d_v * sizes.element + 4)
     turns = _tiles(sizes, s.d_v) * s.geometry.n_sel
-    own = sizes.outputs_bytes() + sizes.level_bytes()
+    gates = sizes.rows * s.n_kv_groups * 3 * 4
+    own = 4 * sizes.outputs_bytes() + sizes.level_bytes() + gates  # the other branches are read, and mixed with it
     work = _merge("merge_slots", False, sizes, slots + own, turns, r.n_spans)
     return replace(work, exponentials=turns * rows_of(s.d_v) * 4.0 * r.cuts)
-
-
-def delta(sizes: LaunchSizes) -> KernelWork:
-    moved = 2 * sizes.outputs_bytes() + sizes.level_bytes()
-    return KernelWork("delta", True, l2_bytes=moved, hbm_bytes=moved)
 
 
 def selected_backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
@@ -112,7 +107,7 @@ def selected_backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWo
 
 def add_slots(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWork:
     r, s = readers(sizes, overlap, True), sizes.shape
-    moved = r.rows * r.cuts * s.d_k * sizes.element + sizes.queries_bytes()
+    moved = r.rows * r.cuts * s.d_k * sizes.element + 3 * sizes.queries_bytes()  # those of the other branches are read
     return _merge("add_slots", True, sizes, moved, _tiles(sizes, s.d_k) * s.geometry.n_sel, r.n_spans)
 
 

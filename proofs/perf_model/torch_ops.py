@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nsa.bench.case import TORCH_DTYPES
-from proofs.perf_model.selected_kernels import n_spans
+from proofs.perf_model.selected_kernels import index_of
 from proofs.perf_model.work import KernelWork, LaunchSizes
 
 SHORT_ROW = 4096
@@ -81,10 +81,8 @@ def traced(name: str, backward: bool, run: Callable[[], object]) -> KernelWork:
 
 
 def backward(sizes: LaunchSizes) -> Iterator[KernelWork]:
-    row = _PlainRow(sizes)
-    if n_spans(sizes, True) > 1:
-        yield traced("sums of spans, torch", True, row.narrow_sums)
-    yield traced("sum of dq, torch", True, row.sum_dq)
+    if index_of(sizes).n_spans > 1:
+        yield traced("sums of spans, torch", True, _PlainRow(sizes).narrow_sums)
 
 
 class _PlainRow:
@@ -101,7 +99,3 @@ class _PlainRow:
         for width in (self.shape.d_k, self.shape.d_v):
             shape = (1, self.sizes.length, self.shape.n_kv_groups, width)
             torch.empty(shape, dtype=torch.float32, device="meta").to(self.q_BSGRK.dtype)
-
-    def sum_dq(self) -> Tensor:
-        """The queries' gradients of three branches."""
-        return self.q_BSGRK + self.q_BSGRK + self.q_BSGRK

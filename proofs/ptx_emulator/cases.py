@@ -15,7 +15,8 @@ from torch import Tensor
 from nsa.bench.case import SHAPES, BenchShape
 from nsa.check.comparison import SELECTION_LIMIT, CheckResult, blocks_error, bounded, relative_rms
 from nsa.check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
-from nsa.core.positions import packed_layout
+from nsa.check.kernel_checks import LayerCase
+from nsa.core.positions import packed_layout, plain_layout
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS
@@ -41,7 +42,8 @@ def _call(dtype: torch.dtype, documents: tuple[int, ...], shape: BenchShape = BA
     g = shape.geometry
     if documents:
         n = documents[-1]
-        *positions, begin, _ = packed_layout(torch.tensor(documents), n, g)
+        of_one = plain_layout(1, n, g, CPU) if len(documents) == 2 else None
+        *positions, begin, _ = of_one or packed_layout(torch.tensor(documents), n, g)
         return KernelCall(shape.kernel, QueryPositions(*positions), n, begin.shape[1], dtype)
     pos = torch.arange(LATE_KEYS - LATE_QUERIES, LATE_KEYS)[None]
     zero = torch.zeros_like(pos)
@@ -59,6 +61,14 @@ def _attention(
     call = _call(dtype, documents, shape)
     got, want = call.by_kernel("triton", branch, CPU), _exact(call, branch)
     return [bounded(name, relative_rms(x, y), LIMITS[dtype]) for name, x, y in zip(NAMES, got, want, strict=True)]
+
+
+def _layer(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckResult]:
+    """The operator of a whole layer."""
+    layer = LayerCase(_call(dtype, documents), "triton", CPU)
+    got = layer.run()
+    want = layer.by_branches("reference", CPU, torch.float64, got["blocks"])
+    return [bounded(name, relative_rms(got[name], x), LIMITS[dtype]) for name, x in want.items()]
 
 
 def _selection(documents: tuple[int, ...], dtype: torch.dtype) -> list[CheckResult]:
@@ -158,6 +168,8 @@ CASES: dict[str, Callable[[torch.dtype], list[CheckResult]]] = {
     "select_late": lambda dtype: _selection(LATE, dtype),
     "sliding_wide": lambda dtype: _attention("sliding", SHORT, dtype, WIDE),
     "selected_wide": lambda dtype: _attention("selected", SHORT, dtype, WIDE),
+    "layer": lambda dtype: _layer(SHORT, dtype),
+    "layer_plain": lambda dtype: _layer(PLAIN, dtype),
     "decode": _decode,
     "mix": _mix,
 }

@@ -1,4 +1,4 @@
-"""Launches and host time of a layer's attention on a GPU, without one. A trivial launch is the unit of time."""
+"""Launches of a layer's attention on a GPU, and the Python around them, without a GPU."""
 
 import pytest
 
@@ -9,15 +9,14 @@ from tools.bench_host_time import CountingKernel, layer_calls, measure, uncompil
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not launched")
 
-LAUNCHES = {"trivial launch": 1, "forward": 13, "forward + backward": 33}
-MOST_TRIVIAL_LAUNCHES = {"forward": 70, "forward + backward": 280}
-"""More than twice what is measured: both are minima of CPU time, whose ratio a busy machine hardly changes."""
+LAUNCHES = {"trivial launch": 1, "forward": 10, "forward + backward": 20}
+MOST_CALLS = {"forward": 450, "forward + backward": 1090}
+"""Functions called, of Python and of C: a tenth more than now. Unlike times they are the same on a busy machine."""
 
 
-def test_launches_and_host_time_of_a_layer():
+def test_launches_and_function_calls_of_a_layer():
     counting = CountingKernel()
     with uncompiled_kernels("sm_80", lambda name: counting):
-        results = {result.name: result for result in measure(counting, layer_calls(), 100)}
+        results = {result.name: result for result in measure(counting, layer_calls(), 10)}
     assert {name: result.launches for name, result in results.items()} == LAUNCHES
-    slow = [str(results[name]) for name, most in MOST_TRIVIAL_LAUNCHES.items() if results[name].trivial_launches > most]
-    assert slow == []
+    assert {name: results[name].calls for name, most in MOST_CALLS.items() if results[name].calls > most} == {}

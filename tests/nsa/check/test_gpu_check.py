@@ -124,8 +124,8 @@ def test_a_wrong_window_a_crash_and_a_kernel_that_does_not_fit_turn_their_rows_r
             from dataclasses import replace
             _right = key_bounds
 
-            def key_bounds(x):
-                return _right(x._replace(geometry=replace(x.geometry, w=x.geometry.w + 1)))
+            def key_bounds(*every):
+                return _right(*(x._replace(geometry=replace(x.geometry, w=x.geometry.w + 1)) for x in every))
         """,
         selected="""
             from triton.runtime.errors import OutOfResources

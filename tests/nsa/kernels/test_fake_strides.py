@@ -103,8 +103,9 @@ def test_a_whole_layer_and_its_gradients(backend, layout):
     places = {"compressed": (POS, FIRST)}
     branches = [(*keys(branch, layout), *places.get(branch, (POS, START))) for branch in BRANCH_ORDER]
     inputs = (q, gates, *(x for branch in branches for x in branch))
-    opcheck(ops._attend_layer, (*inputs, *REST, backend), test_utils=CHECKS)
-    _, *outputs = ops._attend_layer(*inputs, *REST, backend)
+    rest = (*REST, False, backend)
+    opcheck(ops._attend_layer, (*inputs, *rest), test_utils=CHECKS)
+    _, *outputs = ops._attend_layer(*inputs, *rest)
     for gradients in ((None, None, None), (dlse, None, dlse)):
-        back = (dout, *gradients, outputs, list(inputs), *REST, backend)
+        back = (dout, *gradients, *outputs, *inputs, *rest)
         opcheck(ops._attend_layer_backward, back, test_utils=CHECKS)

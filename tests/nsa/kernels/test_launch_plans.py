@@ -10,6 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
+from nsa.kernels.triton import selected
 from nsa.kernels.triton.launch import unplanned
 from nsa.kernels.triton.mix import mix_forward
 from proofs.ptx_emulator.driver import emulated
@@ -39,8 +40,8 @@ def launches_of(call: Any, log: Launches) -> Launches:
 
 
 def compare(launches: Launches, plain: Launches) -> None:
-    """The same kernels, grids and values; the same addresses up to their names. Two tensors have one address only if
-    the last launch with one is before the first launch with the other."""
+    """Require equal kernels, grids and values, and equal addresses up to their names. Two tensors have one address only
+    if the last launch with one is before the first launch with the other."""
     names: dict[int, int] = {}
     ranges: dict[int, list[int]] = {}
     assert [x[:2] for x in launches] == [x[:2] for x in plain]
@@ -58,7 +59,11 @@ def compare(launches: Launches, plain: Launches) -> None:
             assert last < other[2] or other[3] < first
 
 
-def test_repeated_launches_are_those_of_the_python():
+@pytest.mark.parametrize("n_spans", [1, 2])
+def test_repeated_launches_are_those_of_the_python(n_spans, monkeypatch):
+    if n_spans > 1:
+        monkeypatch.setattr(selected, "SLOT_BYTES", 1)
+        monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
     log: Launches = []
     with uncompiled_kernels(GPU, lambda name: LaunchLog(name, log)):
         calls = layer_calls()
@@ -66,7 +71,8 @@ def test_repeated_launches_are_those_of_the_python():
             forward = len(launches_of(calls["forward"], log))
             plain = launches_of(calls["forward + backward"], log)
         every = [launches_of(calls["forward + backward"], log) for _ in range(4)]
-    assert len(plain) > 2 * forward > 10
+    assert len(plain) >= 2 * forward > 10
+    assert [name for name, *_ in plain].count("merge_slots_kernel") == n_spans
     for launches in every:  # addresses of a pass that is over are used again
         compare(launches[:forward], plain[:forward])
         compare(launches[forward:], plain[forward:])

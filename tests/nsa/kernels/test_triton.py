@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nsa.check.cases import KernelCase
 from nsa.check.comparison import blocks_error, relative_rms
-from nsa.check.kernel_call import KernelCall
+from nsa.check.kernel_call import KernelCall, QueryPositions
 from nsa.geometry import Geometry
 from nsa.kernels.interface import KernelShape
 from nsa.kernels.registry import BACKENDS
@@ -147,15 +147,18 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
     """Results of queries for their blocks wait in memory, up to a limit that does not depend on the length."""
     monkeypatch.setattr(selected, "SLOT_BYTES", 1)
     monkeypatch.setattr(selected, "QUERIES_OF_SLOTS", 0)
-    taken = []
+    chunks = block_index.chunk_sizes
+    monkeypatch.setattr(block_index, "chunk_sizes", lambda *sizes: {**chunks(*sizes), "CHUNK": 16})
+    spans: list[tuple[int, int]] = []
     monkeypatch.setattr(
         selected,
         "build_block_index",
-        lambda idx, *rest: taken.append(idx.shape[1]) or block_index.build_block_index(idx, *rest),
+        lambda *inputs: spans.append(inputs[3][-2:]) or block_index.build_block_index(*inputs),
     )
-    call = call_of(3, (16, 24), torch.float32, SIZES[1], packed=True)
-    assert_as_the_reference(call, "selected")
-    assert taken == [16, 16, 15] * 2
+    for packed in (False, True):
+        call = call_of(3, (16, 24), torch.float32, SIZES[1], packed=packed)
+        assert_as_the_reference(call, "selected")
+    assert spans == [(1, 16), (2, 16)]
 
     def of_a_batch(*rows: int) -> list[torch.Tensor]:
         """Row i is the call's with queries, keys, values and gradients i times as large."""
@@ -169,8 +172,19 @@ def test_long_rows_are_taken_in_spans(monkeypatch):
 
 
 @interpreted
+def test_rows_of_one_document_begin_anywhere_on_the_axis_of_keys():
+    """Padded on the left, or without their oldest keys: their windows begin where their blocks do."""
+    geometry, length = SIZES[1], 37
+    pos = torch.stack((torch.arange(length), torch.arange(11, length + 11)))
+    start, first = (torch.tensor(begin)[:, None].expand(-1, length) for begin in ((5, -11), (0, 0)))
+    shape, places = KernelShape(1, 3, 16, 24, geometry), QueryPositions(pos, start, first)
+    call = KernelCall(shape, places, length + 5, geometry.n_compressed(length + 11), torch.float32)
+    assert_as_the_reference(call, "selected")
+
+
+@interpreted
 def test_slots_are_what_is_estimated_before_a_run():
-    call = call_of(6, (32, 32), torch.float32, SIZES[0], packed=False, length=192)
+    call = call_of(6, (32, 32), torch.float32, SIZES[0], packed=True, length=192)
     g = SIZES[0]
     nsa = dict(l=g.l, d=g.d, l_sel=g.l_sel, n_sel=g.n_sel, w=g.w)
     model = dict(dim=192, n_heads=6, n_kv_groups=1, d_k=32, d_v=32)

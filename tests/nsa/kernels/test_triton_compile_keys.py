@@ -68,7 +68,7 @@ def over_packings(monkeypatch, heads: int = 12, groups: int = 2, d_k: int = 64, 
 def test_packings_need_at_most_two_compilations_of_each_kernel(model, monkeypatch):
     launches = over_packings(monkeypatch, *model)
     counts = {kernel: len(keys) for kernel, keys in keys_by_kernel(launches).items()}
-    assert len(counts) >= 19, "a kernel of training was not launched"
+    assert len(counts) >= 17, "a kernel of training was not launched"
     assert {kernel: n for kernel, n in counts.items() if n > MOST_KEYS} == {}
 
 

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 
 from nsa.kernels.triton import tuning
-from nsa.kernels.triton.block_index import build_block_index
+from nsa.kernels.triton.block_index import build_block_index, index_sizes
 from proofs.perf_model.torch_ops import OperationTally
 from tests.nsa.kernels.launch_recorder import RecordedLaunch, launch_counts, recorded_launches, tensors_of
 
@@ -36,11 +36,12 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels 
 GEOMETRY = Geometry(**GEOMETRIES["seed"])
 DEVICE = torch.device("cuda:1")
 HEADS, GROUPS, WIDTH = 12, 2, 64
-INDEX = ("sort_chunks", "rank_chunks", "place_chunks", "place_windows", "fill")
-FORWARD = {"bounds": 2, "range_forward": 2, "select": 1, **dict.fromkeys(INDEX, 1), "selected_forward": 1,
-           "merge_slots": 1, "mix_forward": 1}  # fmt: skip
-BACKWARD = {"mix_backward": 1, "bounds": 2, "range_dq": 2, "seen_by": 2, "range_dkv": 2, "add_parts": 2, "delta": 1,
-            **dict.fromkeys(INDEX, 1), "selected_backward": 1, "add_slots": 1, "add_pieces": 1}  # fmt: skip
+INDEX = ("sort_chunks", "place_chunks", "place_windows", "fill")
+FORWARD = {"bounds": 1, "range_forward": 2, "select": 1, **dict.fromkeys(INDEX, 1), "selected_forward": 1,
+           "merge_slots": 1}  # fmt: skip
+BACKWARD = {"mix_backward": 1, "range_dq": 2, "seen_by": 1, "range_dkv": 2, "add_parts": 1,
+            "selected_backward": 1, "add_slots": 1, "add_pieces": 1}  # fmt: skip
+OF_EACH_SPAN = ("selected_forward", "merge_slots", "selected_backward", "add_slots", "add_pieces")
 MOST_TORCH_OPS_OF_DECODE = 160  # of a module: projections, RoPE, gates, and writing the cache
 BYTES_PER_CHOSEN_BLOCK = 64
 DECODE = {"decode_compressed": 1, "decode_score": 1, "decode_raw": 1, "decode_merge": 1, "mix_forward": 1}
@@ -107,45 +108,65 @@ class AttentionLayer(NamedTuple):
     pos: Tensor
     start: Tensor
     first: Tensor
+    single: bool
+    """Rows of one document."""
 
     @classmethod
     def fake(
         cls, length: int, packed: bool = True, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH,
-        heads_first: bool = False,
+        heads_first: bool = False, batch: int = 1,
     ) -> "AttentionLayer":  # fmt: skip
         """`heads_first`: tokens lie side by side in memory, as in caches and in other attention libraries."""
 
         def rows(n: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             if not heads_first:
-                return torch.empty(1, n, *shape, dtype=dtype, device=DEVICE)
-            memory = torch.empty(1, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
+                return torch.empty(batch, n, *shape, dtype=dtype, device=DEVICE)
+            memory = torch.empty(batch, *shape[:-1], n, shape[-1], dtype=dtype, device=DEVICE)
             return memory.movedim(-2, 1)
 
         if packed:
             layout = packed_layout(torch.empty(5, dtype=torch.int32, device=DEVICE), length, GEOMETRY)
         else:
-            layout = plain_layout(1, length, GEOMETRY, DEVICE)
+            layout = plain_layout(batch, length, GEOMETRY, DEVICE)
         n_compressed, of_group = layout.begin_BC.shape[1], (groups, heads // groups)
         k, v, *compressed = (rows(n, groups, width) for n in (length, length, n_compressed, n_compressed))
-        gates = torch.empty(1, length, *of_group, 3, device=DEVICE)
-        return cls(rows(length, *of_group, width), k, v, tuple(compressed), gates, *layout[:3])
+        gates = torch.empty(batch, length, *of_group, 3, device=DEVICE)
+        return cls(rows(length, *of_group, width), k, v, tuple(compressed), gates, *layout[:3], not packed)
 
-    def forward(self) -> list[tuple[Tensor, ...]]:
-        rest = (GEOMETRY.ints, 0.125, "triton")
+    @property
+    def inputs(self) -> tuple[object, ...]:
+        """Arguments of `nsa::attend_layer`."""
+        raw = (self.k, self.v, self.pos, self.start)
+        return (
+            self.q,
+            self.gates,
+            *self.compressed,
+            self.pos,
+            self.first,
+            *raw,
+            *raw,
+            GEOMETRY.ints,
+            0.125,
+            self.single,
+            "triton",
+        )
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return ops._attend_layer._init_fn(*self.inputs)
+
+    def backward(self, outputs: tuple[Tensor, ...]) -> None:
+        mixed, *rest = outputs
+        ops._attend_layer_backward._init_fn(torch.empty_like(mixed), None, None, None, *rest, *self.inputs)
+
+    def one_by_one(self) -> None:
+        """The operators of a layer with a second level of compressed blocks, forward and backward."""
+        rest, where = (GEOMETRY.ints, 0.125, "triton"), (self.pos, self.start)
         out, lse, idx = ops._compressed_and_select._init_fn(self.q, *self.compressed, self.pos, self.first, *rest)
-        where = (self.pos, self.start)
         selected = ops._attend._init_fn(self.q, self.k, self.v, idx, *where, "selected", *rest)
         sliding = ops._attend._init_fn(self.q, self.k, self.v, None, *where, "sliding", *rest)
-        mixed = ops._mix._init_fn(self.gates, out, selected[0], sliding[0], "triton")
-        return [(out, lse, idx), selected, sliding, (mixed,)]
-
-    def backward(self, outputs: list[tuple[Tensor, ...]]) -> None:
-        (out, lse, idx), selected, sliding, (mixed,) = outputs
-        dmixed = torch.empty_like(mixed)
         outs = (out, selected[0], sliding[0])
-        _, *douts = ops._mix_backward._init_fn(dmixed, self.gates, *outs, "triton")
-        rest = (GEOMETRY.ints, 0.125, "triton")
-        where = (self.pos, self.start)
+        mixed = ops._mix._init_fn(self.gates, *outs, "triton")
+        _, *douts = ops._mix_backward._init_fn(torch.empty_like(mixed), self.gates, *outs, "triton")
         back = ops._attend_backward._init_fn
         for branch, keys, idx_or_none, (o, l), dout in (
             ("compressed", (*self.compressed,), None, (out, lse), douts[0]),
@@ -160,15 +181,40 @@ class AttentionLayer(NamedTuple):
 def test_launches_of_a_layer(length, packed):
     """Allows no torch operation beside them: each would be a launch, too."""
     with fake_tensors():
-        layer, forward, backward = AttentionLayer.fake(length, packed=packed), FakeGpu(), FakeGpu()
-        with forward.run():
-            outputs = layer.forward()
-        with backward.run():
-            layer.backward(outputs)
+        forward, backward = passes_of(AttentionLayer.fake(length, packed=packed))
     assert dict(launch_counts(forward.launches)) == FORWARD
-    counts = launch_counts(backward.launches)
-    assert dict(counts) == BACKWARD
+    assert dict(launch_counts(backward.launches)) == BACKWARD
     assert forward.torch_ops == backward.torch_ops == 0
+
+
+def passes_of(layer: AttentionLayer) -> tuple[FakeGpu, FakeGpu]:
+    forward, backward = FakeGpu(), FakeGpu()
+    with forward.run():
+        outputs = layer.forward()
+    with backward.run():
+        layer.backward(outputs)
+    return forward, backward
+
+
+SIZES = {
+    "125M, 16 rows of 8k": (dict(length=8192, batch=16, packed=False), 4, 2**30),
+    "7B, 128k": (dict(length=2**17, heads=32, groups=8, width=128, packed=False), 8, 2**31),
+    "7B, 128k, packed": (dict(length=2**17, heads=32, groups=8, width=128), 16, 2**31),
+}
+
+
+@pytest.mark.parametrize(("sizes", "n_spans", "most_bytes"), SIZES.values(), ids=SIZES)
+def test_only_what_uses_slots_is_launched_for_each_span_of_queries(sizes, n_spans, most_bytes):
+    with fake_tensors():
+        passes = passes_of(AttentionLayer.fake(**sizes))
+    for gpu, of_one_span in zip(passes, (FORWARD, BACKWARD), strict=True):
+        counts = launch_counts(gpu.launches)
+        assert counts.pop("add_parts", 1) == 1  # where keys are many, no part of them is left to add
+        expected = {name: n * (n_spans if name in OF_EACH_SPAN else 1) for name, n in of_one_span.items()}
+        assert dict(counts) == {name: n for name, n in expected.items() if name != "add_parts"}
+        slots = [x.arguments["slot"] for x in gpu.launches if "slot" in x.arguments]
+        assert {x.nbytes <= most_bytes for x in slots} == {True}
+        assert len({x.untyped_storage()._cdata for x in slots}) == 1
 
 
 def test_every_operator_launches_on_the_device_of_its_tensors():
@@ -176,6 +222,7 @@ def test_every_operator_launches_on_the_device_of_its_tensors():
         layer, gpu = AttentionLayer.fake(2048), FakeGpu()
         with gpu.run():
             layer.backward(layer.forward())
+            layer.one_by_one()
             ops._select._init_fn(layer.q, layer.compressed[0], layer.pos, layer.first, GEOMETRY.ints, 0.125, "triton")
     assert len(gpu.devices) == len(gpu.launches) > 30
     assert set(gpu.devices) == {DEVICE}
@@ -241,7 +288,7 @@ def test_the_block_index_takes_memory_in_proportion_to_the_chosen_blocks(length)
         idx = torch.empty(1, n_queries, GROUPS, GEOMETRY.n_sel, dtype=torch.int32, device=DEVICE)
         pos, start = (torch.empty(1, n_queries, dtype=torch.int64, device=DEVICE) for _ in range(2))
         with gpu.run():
-            build_block_index(idx, pos, start, GEOMETRY.l_sel, length)
+            build_block_index(idx, pos, start, index_sizes(idx.shape, 2, GEOMETRY.l_sel, length))
     sizes = {id(x): x.nbytes for launch in gpu.launches for x in tensors_of(launch)}
     taken = sum(sizes.values()) - sum(x.nbytes for x in (idx, pos, start))
     assert taken / idx.numel() <= BYTES_PER_CHOSEN_BLOCK

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels 
 
 LENGTH, HEADS, GROUPS, WIDTH = 2**21, 64, 16, 128
 ENTRIES = LENGTH * GROUPS * 4  # of a span's block index, and more
-KEYS = dict.fromkeys(("lo", "hi", "last", "begins", "reach", "ahead", "position", "origin"), LENGTH)
-QUERIES = dict.fromkeys(("seen_first", "seen_end"), LENGTH)
+BOUNDS = ("lo", "hi", "reach", "ahead", "window_lo", "window_hi", "window_reach", "window_ahead")
+KEYS = dict.fromkeys((*BOUNDS, "last", "begins", "position", "origin"), LENGTH)
+QUERIES = dict.fromkeys(("seen_first", "seen_end", "window_seen_first", "window_seen_end"), LENGTH)
 LOADED = {
     **KEYS, **QUERIES, "window_position": LENGTH, "window_origin": LENGTH, "idx": LENGTH // GEOMETRY.l_sel,
     "pairs": LENGTH * GEOMETRY.n_sel, "offsets": ENTRIES, "piece_first": ENTRIES // 1024 + 2**19, "piece_window": 2**19,

@@ -13,7 +13,7 @@ from nsa.model import loss
 from nsa.options import ATTENTION_KINDS, CHECKPOINTING
 from nsa_train.config.model_sections import KernelsConfig
 from nsa_train.config.schema import RunConfig
-from nsa_train.planning.activations import ForwardPass, _workspace_bytes
+from nsa_train.planning.activations import ForwardPass, _BlockTensors, _workspace_bytes
 from nsa_train.planning.estimate import estimate
 from nsa_train.planning.hardware import CPU, DEVICES, HardwareTarget
 from tests.covering_cases import each_value
@@ -173,6 +173,18 @@ def test_checkpointing_keeps_inputs_only():
     inputs = 2 * deep.train.batch_size * deep.train.seq_len * deep.model.dim * 4
     assert memory[1].recomputed - memory[0].recomputed == inputs
     assert memory[1].kept - memory[0].kept > 10 * inputs
+
+
+def test_the_triton_kernels_keep_the_bounds_and_the_block_index():
+    block_index = pytest.importorskip("nsa.kernels.triton.block_index", reason="Triton is in the dev extra")
+    bounds = pytest.importorskip("nsa.kernels.triton.bounds")
+    config = config_of("blocks")
+    model, geometry = config.model, config.nsa.geometry
+    shape = (1, 8192, model.n_kv_groups, geometry.n_sel)
+    numbers = block_index.index_sizes(shape, 2, geometry.l_sel, 8192).length
+    numbers += 2 * bounds.bounds_length(torch.empty(1, 8192, device="meta"))
+    block = _BlockTensors(config, ForwardPass(1, 8192, 257, autocast=True, width=2, on_gpu=True), "nsa")
+    assert 4 * numbers == pytest.approx(8192 * block.index_bytes(), rel=0.02)
 
 
 def test_the_triton_kernels_take_slots_up_to_a_limit():

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 from nsa.bench.case import BenchCase, BenchShape
 from nsa.geometry import Geometry
 from nsa.kernels import triton
-from nsa.kernels.interface import BranchInputs
+from nsa.kernels.interface import LayerInputs
 from nsa.kernels.triton import range_attention, selected, selected_backward
 from proofs.perf_model import index_kernels, range_kernels, selected_kernels
 from proofs.perf_model.selection_overlap import SelectionOverlap
@@ -22,6 +22,7 @@ from proofs.perf_model.work import LaunchSizes
 
 counted: defaultdict[str, Counter] = defaultdict(Counter)
 branch, kernel = "", ""
+LENGTH = 250
 
 
 def wrap(owner, name, note):
@@ -39,8 +40,12 @@ def add(what: str, amount: float) -> None:
 
 
 def enter(self, *args) -> None:
-    global kernel
+    """Range kernels run for two branches: the window's keys are more than the compressed ones."""
+    global branch, kernel
     kernel = self.fn.__name__.removesuffix("_kernel")
+    branch = ""
+    if kernel.startswith("range_"):
+        branch = "sliding" if args[self.arg_names.index("k")].shape[1] == LENGTH else "compressed"
 
 
 Builder = interpreter.InterpreterBuilder
@@ -84,31 +89,16 @@ for about in TILE_STEPS:
 
 
 def main() -> None:
-    global branch
-    shape, length = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=16, n_sel=4, w=90)), 250
-    g, case = shape.geometry, BenchCase(shape, length, torch.float32)
-    pos, zero = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
-    q, scale, dout = case.q_BSGRK, case.scale, case.dout_BSGRV
-    compressed = (case.k_BCGK, case.v_BCGV)
-    window, chosen = (case.raw.k_win, case.raw.v_win), (case.raw.k_sel, case.raw.v_sel)
+    shape = BenchShape(3, 1, 16, 16, Geometry(l=8, d=4, l_sel=16, n_sel=4, w=90))
+    g, case = shape.geometry, BenchCase(shape, LENGTH, torch.float32)
+    pos, zero = torch.arange(LENGTH)[None], torch.zeros(1, 1, dtype=torch.long).expand(1, LENGTH)
+    keys = ((case.k_BCGK, case.v_BCGV), (case.raw.k_sel, case.raw.v_sel), (case.raw.k_win, case.raw.v_win))
+    gates = torch.rand(*case.q_BSGRK.shape[:4], 3)
+    x = LayerInputs(case.q_BSGRK, gates, *(y for one in keys for y in (*one, pos, zero)), g, case.scale, True)
+    y = triton.layer_forward(x)
+    triton.layer_backward(x, y._replace(mixed_BSGRV=case.dout_BSGRV), None, None, None)
 
-    branch = "compressed"
-    x = BranchInputs(branch, q, *compressed, None, pos, zero, g, scale)
-    out, lse, idx = triton.compressed_and_select(x)
-    triton.attend_backward(x, out, lse, dout, None)
-    branch = "sliding"
-    x = BranchInputs(branch, q, *window, None, pos, zero, g, scale)
-    triton.attend_backward(x, *triton.attend_forward(x), dout, None)
-    branch = ""
-    x = BranchInputs("selected", q, *chosen, idx, pos, zero, g, scale)
-    out, lse = triton.attend_forward(x)
-    triton.attend_backward(x, out, lse, dout, None)
-    gates = torch.rand(*q.shape[:4], 3)
-    triton.mix_forward(gates, out, out, out)
-    triton.mix_backward(dout, gates, out, out, out)
-    counted["select"] = counted.pop("select compressed")
-
-    overlap, sizes = SelectionOverlap(shape, length, "random", idx[:, :, 0]), LaunchSizes(shape, length, "fp32")
+    overlap, sizes = SelectionOverlap(shape, LENGTH, "random", y.idx_BSGN[:, :, 0]), LaunchSizes(shape, LENGTH, "fp32")
     comparisons = {"right": compared(sizes, overlap)}
     for name, (owner, attribute, wrong) in PLANTED.items():
         with patch.object(owner, attribute, wrong):
@@ -173,10 +163,8 @@ PLANTED = {
     ),
     "outputs are mixed without their gates": (
         index_kernels,
-        "mix",
-        lambda sizes, backward: index_kernels.moves(
-            "mix_backward" if backward else "mix_forward", backward, 4 * sizes.outputs_bytes()
-        ),
+        "mix_backward",
+        lambda sizes: index_kernels.moves("mix_backward", True, 5 * sizes.outputs_bytes()),
     ),
     "a chunk has half its queries": (index_kernels, "chunk_sizes", lambda n_sel, l_sel: dict(CHUNK=16, LOG=6)),
     "a group's heads are one": (BenchShape, "heads_per_group", 1),

@@ -63,7 +63,7 @@ def test_twice_the_bandwidth_halves_what_memory_bounds(base_overlap):
         before = slow[kernel.name]
         assert kernel.bounds_s["memory"] == pytest.approx(before.bounds_s["memory"] / 2)
         assert kernel.seconds <= before.seconds
-    assert slow["mix_forward"].bound == "memory"
+    assert slow["bounds"].bound == "memory"
 
 
 def test_work_grows_with_length(base_overlap):

@@ -74,7 +74,7 @@ def parts(
         "select", partial(_select, call, device, functions.select), partial(_compare_blocks, call, "select")
     )
     if BACKENDS[backend].layer is not None:
-        layer = _LayerCase(call, backend, device)
+        layer = LayerCase(call, backend, device)
         yield _CheckedPart("layer", layer.run, layer.compare)
     heads = case.shape.heads_per_group
     for n_gates, gate_dtype in dict.fromkeys(((heads, torch.float32), (heads, dtype), (1, torch.float32))):
@@ -157,7 +157,7 @@ def _small_slots() -> Iterator[None]:
         selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = before
 
 
-class _LayerCase:
+class LayerCase:
     """The three branches, the selection and the mix as one operator, as the model calls them."""
 
     def __init__(self, call: KernelCall, backend: str, device: torch.device) -> None:
@@ -166,7 +166,9 @@ class _LayerCase:
         self._inputs = (call.q_BSGRK, gates, *call.compressed, *call.raw, *call.raw)
 
     def _leaves(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        return [x.to(device, torch.float32 if i == 1 else dtype).requires_grad_() for i, x in enumerate(self._inputs)]
+        """Copies: keys and values of the selected and of the sliding branch have gradients of their own."""
+        dtypes = (torch.float32 if x is self._inputs[1] else dtype for x in self._inputs)  # of the gates
+        return [x.to(device, to, copy=True).requires_grad_() for x, to in zip(self._inputs, dtypes, strict=True)]
 
     def run(self) -> Results:
         layer, leaves = BACKENDS[self.backend].layer, self._leaves(self.device, self.call.dtype)
@@ -178,13 +180,15 @@ class _LayerCase:
         y = layer(q, gates, *tensors, **self.call.choosing)
         return {**self._results(y.mixed_BSGRV, leaves), "blocks": y.idx_BSGN}
 
-    def _by_branches(self, backend: str, device: torch.device, dtype: torch.dtype, blocks: Tensor) -> Results:
+    def by_branches(self, backend: str, device: torch.device, dtype: torch.dtype, blocks: Tensor) -> Results:
         q, gates, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = leaves = self._leaves(device, dtype)
         (pos, start, first), functions = self.call.positions(device), BACKENDS[backend].functions
-        compressed = functions.compressed(q, k_cmp, v_cmp, pos, first, **self.call.choosing)
-        selected = functions.selected(q, k_sel, v_sel, blocks.to(device), pos, start, **self.call.choosing)
-        sliding = functions.sliding(q, k_win, v_win, pos, start, **self.call.choosing)
-        return self._results(reference.mix(gates, compressed, selected, sliding), leaves)
+        outs: list[Any] = [
+            functions.compressed(q, k_cmp, v_cmp, pos, first, **self.call.choosing),
+            functions.selected(q, k_sel, v_sel, blocks.to(device), pos, start, **self.call.choosing),
+            functions.sliding(q, k_win, v_win, pos, start, **self.call.choosing),
+        ]
+        return self._results(reference.mix(gates, *outs), leaves)
 
     def _results(self, out: Tensor, leaves: list[Tensor]) -> Results:
         gradients = torch.autograd.grad(out, leaves, self.call.dout_BSGRV.to(out.device, out.dtype))
@@ -193,8 +197,8 @@ class _LayerCase:
 
     def compare(self, got: Results) -> list[CheckResult]:
         """With the reference, within the tolerance that the branches one by one give."""
-        truth = self._by_branches("reference", CPU, torch.float32, got["blocks"])
-        plain = self._by_branches(self.backend, self.device, self.call.dtype, got["blocks"])
+        truth = self.by_branches("reference", CPU, torch.float32, got["blocks"])
+        plain = self.by_branches(self.backend, self.device, self.call.dtype, got["blocks"])
         return [*compare("layer", self.call.dtype, got, truth, plain), *_compare_blocks(self.call, "layer", got)]
 
 
@@ -222,9 +226,9 @@ class _MixCase:
 def _layer_seconds(
     shape: KernelShape, length: int, runs: int, device: torch.device, dtype: torch.dtype, backend: str
 ) -> float:
-    """The shortest time of all branches of a layer, forward and backward, on a row of one document; without `runs` that
-    of the first one, which compiles."""
-    functions, together = BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
+    """The shortest time of a layer, forward and backward, on a row of one document, as the model computes it; without
+    `runs` that of the first one, which compiles."""
+    functions, layer, mix = BACKENDS[backend].functions, BACKENDS[backend].layer, BACKENDS[backend].mix
     g, groups = shape.geometry, shape.n_kv_groups
     pos, start, first = plain_layout(1, length, g, device)[:3]
     drawn = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
@@ -232,19 +236,23 @@ def _layer_seconds(
     q, dout = drawn(*heads, shape.d_k), torch.randn(*heads, shape.d_v, device=device, dtype=dtype)
     lengths = (g.n_compressed(length), length)
     compressed, raw = ([drawn(1, n, groups, width) for width in (shape.d_k, shape.d_v)] for n in lengths)
+    gates = torch.rand(*heads, 3, device=device, requires_grad=True)
     choosing: dict[str, Any] = dict(geometry=g, scale=float(shape.d_k**-0.5))
 
     def run() -> float:
         began = time.perf_counter()
-        if together is None:
-            out = functions.compressed(q, *compressed, pos, first, **choosing)
-            idx = functions.select(q, compressed[0], pos, first, **choosing)
+        if layer is not None:
+            places = (*compressed, pos, first, *raw, pos, start, *raw, pos, start)
+            out = layer(q, gates, *places, **choosing).mixed_BSGRV
         else:
-            out, idx = together(q, *compressed, pos, first, **choosing)
-        selected = functions.selected(q, *raw, idx, pos, start, **choosing)
-        sliding = functions.sliding(q, *raw, pos, start, **choosing)
-        outputs: Any = (out, selected, sliding)
-        torch.autograd.grad(outputs, (q, *compressed, *raw), (dout, dout, dout))
+            idx = functions.select(q, compressed[0], pos, first, **choosing)
+            branches: list[Any] = [
+                functions.compressed(q, *compressed, pos, first, **choosing),
+                functions.selected(q, *raw, idx, pos, start, **choosing),
+                functions.sliding(q, *raw, pos, start, **choosing),
+            ]
+            out = mix(gates, *branches)
+        torch.autograd.grad(out, (q, gates, *compressed, *raw), dout)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began

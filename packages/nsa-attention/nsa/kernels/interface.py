@@ -73,6 +73,11 @@ class BranchInputs(NamedTuple):
         return self.idx_BSGN
 
 
+def is_one_document(start_BS: Tensor) -> bool:
+    """Whether each row of these starts is one document."""
+    return start_BS.shape[1] == 1 or start_BS.stride(1) == 0
+
+
 class LayerInputs(NamedTuple):
     """What a layer with three branches attends with: queries, gates, and each branch's keys, values, positions and
     starts, as in `BranchInputs`."""
@@ -93,6 +98,8 @@ class LayerInputs(NamedTuple):
     start_win: Tensor
     geometry: Geometry
     scale: float
+    one_document: bool
+    """Whether each row is one document: said once, because a compiler or an offloaded tensor may lose a stride of 0."""
 
     @property
     def compressed(self) -> BranchInputs:
@@ -110,7 +117,8 @@ class LayerInputs(NamedTuple):
 
 
 class LayerOutputs(NamedTuple):
-    """Mixed output and chosen blocks of a layer, log-sum-exps and outputs of its branches."""
+    """Mixed output and chosen blocks of a layer, log-sum-exps and outputs of its branches, and what its backward pass
+    would otherwise compute again."""
 
     mixed_BSGRV: Tensor
     idx_BSGN: Tensor
@@ -120,6 +128,9 @@ class LayerOutputs(NamedTuple):
     out_cmp: Tensor
     out_sel: Tensor
     out_win: Tensor
+    for_backward: Tensor
+    """Which keys each query sees, and which queries chose each window of keys, as the backend has it: one-dimensional,
+    int32."""
 
 
 class BackendKernels(Protocol):
@@ -149,6 +160,9 @@ class FusedBackendKernels(BackendKernels, Protocol):
 
     def layer_forward(self, x: LayerInputs, /) -> LayerOutputs:
         """The three branches, the selection and the mix."""
+
+    def index_length(self, x: LayerInputs, idx_BSGN: Tensor, /) -> int:
+        """Numbers in what `layer_forward` returns as `for_backward`; reads no data."""
 
     def layer_backward(
         self, x: LayerInputs, y: LayerOutputs, dlse_cmp: Tensor | None, dlse_sel: Tensor | None,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.custom_operator import ReverseModeFunction, custom_operator, with_gradient, without_second_gradient
-from nsa.kernels.interface import BackendKernels, BranchInputs, LayerInputs, LayerOutputs, device_of
+from nsa.kernels.interface import BackendKernels, BranchInputs, LayerInputs, LayerOutputs, device_of, is_one_document
 from nsa.kernels.precision import autocast_off, require_one_dtype
 from nsa.kernels.reference import Attended
 
@@ -93,7 +93,8 @@ def bind_layer(name: str) -> Callable[..., LayerOutputs]:
     def attend_layer(q: Tensor, gates: Tensor, *keys: Tensor, geometry: Geometry, scale: float) -> LayerOutputs:
         for k, v in zip(keys[::4], keys[1::4], strict=True):
             require_one_dtype(q, k, v)
-        return LayerOutputs(*_differentiable_layer.call(q, gates, *keys, geometry.ints, scale, name))
+        rest = (geometry.ints, scale, is_one_document(keys[_START_SEL]), name)
+        return LayerOutputs(*_differentiable_layer.call(q, gates, *keys, *rest))
 
     return attend_layer
 
@@ -257,50 +258,53 @@ def _differentiate_mix(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 _differentiable_mix = with_gradient(_mix, _save_mix, _differentiate_mix, _KernelFunction)
 
 
-_LAYER_TENSORS = LayerInputs._fields[:-2]
+_LAYER_TENSORS = LayerInputs._fields[:-3]
+_START_SEL = _LAYER_TENSORS.index("start_sel") - 2  # among keys, positions and starts
 _N_INPUTS, _N_RESULTS = len(_LAYER_TENSORS), len(LayerOutputs._fields)
-_LAYER_SCHEMA = f"{', '.join(f'Tensor {name}' for name in _LAYER_TENSORS)}, int[] sizes, float scale, str backend"
-_EIGHT_TENSORS = f"({', '.join(['Tensor'] * _N_RESULTS)})"
+_OTHERS = "int[] sizes, float scale, bool one_document, str backend"
+_LAYER_SCHEMA = f"{', '.join(f'Tensor {name}' for name in _LAYER_TENSORS)}, {_OTHERS}"
+_GRADIENTS = f"({', '.join(['Tensor'] * 8)})"
+_RESULTS = f"({', '.join(['Tensor'] * _N_RESULTS)})"
 
 
-def _layer_inputs(tensors: tuple[Tensor, ...], sizes: list[int], scale: float) -> LayerInputs:
-    return LayerInputs(*tensors, Geometry.from_ints(sizes), scale)  # type: ignore[arg-type]
+def _layer_inputs(*args: Any) -> LayerInputs:
+    *tensors, sizes, scale, one_document = args
+    return LayerInputs._make((*tensors, Geometry.from_ints(sizes), scale, one_document))
 
 
-@custom_operator("nsa::attend_layer", mutates_args=(), schema=f"({_LAYER_SCHEMA}) -> {_EIGHT_TENSORS}")
+@custom_operator("nsa::attend_layer", mutates_args=(), schema=f"({_LAYER_SCHEMA}) -> {_RESULTS}")
 def _attend_layer(*args: Any) -> tuple[Tensor, ...]:
-    *tensors, sizes, scale, backend = args
-    x = _layer_inputs(tensors, sizes, scale)
+    *inputs, backend = args
+    x = _layer_inputs(*inputs)
     with device_of(x.q_BSGRK), autocast_off(x.q_BSGRK):
         return tuple(_KERNELS[backend].layer_forward(x))
 
 
 @_attend_layer.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    *tensors, sizes, scale, _ = args
-    x = _layer_inputs(tensors, sizes, scale)
+    *inputs, backend = args
+    x = _layer_inputs(*inputs)
     q, heads = x.q_BSGRK, x.q_BSGRK.shape[:-1]
     mixed, *outs = (q.new_empty((*heads, x.v_sel.shape[-1])) for _ in range(4))
     lse = (q.new_empty(heads, dtype=torch.promote_types(q.dtype, torch.float32)) for _ in range(3))
-    return mixed, q.new_empty((*heads[:-1], x.geometry.n_sel), dtype=torch.int32), *lse, *outs
+    idx = q.new_empty((*heads[:-1], x.geometry.n_sel), dtype=torch.int32)
+    return mixed, idx, *lse, *outs, idx.new_empty(_KERNELS[backend].index_length(x, idx))
 
 
 @custom_operator(
     "nsa::attend_layer_backward", mutates_args=(),
     schema=f"(Tensor dmixed, Tensor? dlse_cmp, Tensor? dlse_sel, Tensor? dlse_win, "
-    f"{', '.join(f'Tensor {name}' for name in LayerOutputs._fields[1:])}, {_LAYER_SCHEMA}) -> {_EIGHT_TENSORS}",
+    f"{', '.join(f'Tensor {name}' for name in LayerOutputs._fields[1:])}, {_LAYER_SCHEMA}) -> {_GRADIENTS}",
 )  # fmt: skip
 def _attend_layer_backward(*args: Any) -> tuple[Tensor, ...]:
-    dmixed, *rest = args
-    dlse, outputs, tensors = rest[:3], rest[3 : 2 + _N_RESULTS], rest[2 + _N_RESULTS : -3]
-    x = _layer_inputs(tensors, *args[-3:-1])
+    (dmixed, *dlse), outputs, x = args[:4], args[4 : 3 + _N_RESULTS], _layer_inputs(*args[3 + _N_RESULTS : -1])
     with device_of(x.q_BSGRK), autocast_off(x.q_BSGRK):
         return tuple(_KERNELS[args[-1]].layer_backward(x, LayerOutputs(dmixed, *outputs), *dlse))
 
 
 @_attend_layer_backward.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    x = LayerInputs(*args[3 + _N_RESULTS : -1])
+    x = _layer_inputs(*args[3 + _N_RESULTS : -1])
     inputs = (x.q_BSGRK, x.gates_BSGX3, x.k_cmp, x.v_cmp, x.k_sel, x.v_sel, x.k_win, x.v_win)
     return tuple(each.new_empty(each.shape) for each in inputs)
 
@@ -309,9 +313,9 @@ _layer_gradients = without_second_gradient(_attend_layer_backward, _KernelFuncti
 
 
 def _save_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.sizes, ctx.scale, ctx.backend = inputs
+    tensors, ctx.rest = inputs[:_N_INPUTS], inputs[_N_INPUTS:]
     results = LayerOutputs(*output)
-    ctx.mark_non_differentiable(results.idx_BSGN, results.out_cmp, results.out_sel, results.out_win)
+    ctx.mark_non_differentiable(results.idx_BSGN, *results[5:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
@@ -322,10 +326,9 @@ def _differentiate_layer(ctx: Any, dmixed: Tensor | None, _: None, *gradients: T
     pairs = zip(gradients[:3], (y.lse_cmp, y.lse_sel, y.lse_win), strict=True)
     dlse = (_where_seen(gradient, lse) for gradient, lse in pairs)
     dmixed = torch.zeros_like(y.out_cmp) if dmixed is None else dmixed
-    rest = (ctx.sizes, ctx.scale, ctx.backend)
-    dq, dgates, *dkeys = _layer_gradients(dmixed, *dlse, *y[1:], *saved[:_N_INPUTS], *rest)
+    dq, dgates, *dkeys = _layer_gradients(dmixed, *dlse, *y[1:], *saved[:_N_INPUTS], *ctx.rest)
     none = (None, None)
-    return dq, dgates, *dkeys[:2], *none, *dkeys[2:4], *none, *dkeys[4:], *none, None, *none
+    return dq, dgates, *dkeys[:2], *none, *dkeys[2:4], *none, *dkeys[4:], *none, *none, *none
 
 
 _differentiable_layer = with_gradient(_attend_layer, _save_layer, _differentiate_layer, _KernelFunction)

@@ -133,6 +133,7 @@ class _BlockTensors:
         attention = strategy.own_config(config.attention)
         self.branches, self.selects, self.gated = len(branches), "selected" in branches, "compressed" in branches
         self.windowed = "sliding" in branches and kind != "dense"
+        self.keeps_index = one.on_gpu and kind == "nsa" and set(wanted_kernels(config)) == {"triton"}
         self.selector_loss = attention.selector.loss > 0 and self.selects
         self.qk_norm = model.qk_norm
         self.key_streams, self.value_streams = (min(n, self.branches) for n in attention.kv_streams)
@@ -152,7 +153,13 @@ class _BlockTensors:
         if not self.selects:
             return self.one.tokens * per_branch
         chosen_and_mixed = _INT32 * self.groups * self.n_sel + width * self.values
-        return self.one.tokens * (self.branches * per_branch + chosen_and_mixed)
+        index = self.index_bytes() if self.keeps_index else 0
+        return self.one.tokens * (self.branches * per_branch + chosen_and_mixed + index)
+
+    def index_bytes(self) -> int:
+        """Bytes per token that Triton kernels keep for the backward pass: two entries of two numbers for each chosen
+        block, as in packed rows; the bounds of two branches, and the last visible key."""
+        return _INT32 * (4 * self.groups * self.n_sel + 5)
 
     def feed_forward_backward(self) -> int:
         """Bytes beyond `saved` during the backward pass of the feed-forward, after its last product is freed."""

@@ -32,6 +32,7 @@ _HOMES = {
     "mix_backward": "mix",
     "layer_forward": "layer",
     "layer_backward": "layer",
+    "index_length": "layer",
 }
 
 
@@ -68,9 +69,9 @@ def attend_backward(
         from nsa.kernels.triton.selected_backward import selected_backward
 
         return selected_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
-    from nsa.kernels.triton.range_attention import range_backward
+    from nsa.kernels.triton.range_attention import range_gradients
 
-    return range_backward(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
+    return range_gradients(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR)
 
 
 def select(

@@ -12,18 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.launch import launch
-from nsa.kernels.triton.tile import VARYING
+from nsa.kernels.triton.tile import VARYING, ceil_div, length_of, parts_of
 
 
-@triton.jit(do_not_specialize=VARYING)
-def bounds_kernel(
+@triton.jit
+def _store_bounds(
     position, origin, lo, hi, reach, ahead, S, n_keys, position_b, position_s, origin_b, origin_s,
     W: tl.constexpr, L: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A window of W tokens, or, if W is 0, the blocks of L tokens every D that are complete."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     query = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = query < S
@@ -43,11 +41,35 @@ def bounds_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def seen_by_kernel(
-    lo, hi, reach, ahead, seen_first, seen_end, S, n_chunks, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+def bounds_kernel(
+    position, origin, lo, hi, reach, ahead,
+    window_position, window_origin, window_lo, window_hi, window_reach, window_ahead,
+    S, n_keys, n_window_keys, position_b, position_s, origin_b, origin_s,
+    window_position_b, window_position_s, window_origin_b, window_origin_s,
+    W: tl.constexpr, L: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of N keys: the first query that reaches past its first key, the end of those that begin in time."""
-    tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Programs of the last axis: the blocks of L tokens every D that are complete; a window of W tokens. With one
+    program there is one branch: the window's if W is not 0."""
+    if L > 0:  # noqa: SIM102 (constants prune what follows)
+        if tl.program_id(2) == 0:
+            _store_bounds(
+                position, origin, lo, hi, reach, ahead, S, n_keys, position_b, position_s, origin_b, origin_s,
+                0, L, D, CHUNK,
+            )  # fmt: skip
+    if W > 0:  # noqa: SIM102
+        if tl.program_id(2) == tl.num_programs(2) - 1:
+            _store_bounds(
+                window_position, window_origin, window_lo, window_hi, window_reach, window_ahead, S, n_window_keys,
+                window_position_b, window_position_s, window_origin_b, window_origin_s, W, L, D, CHUNK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_seen(
+    tile, n_tiles, lo, hi, reach, ahead, seen_first, seen_end, S, n_chunks,
+    N: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(1).to(tl.int64)
     begin = tile * N
     early, late = n_chunks, -1
     for c in tl.range(0, n_chunks, BLOCK):
@@ -60,10 +82,28 @@ def seen_by_kernel(
     step = tl.arange(0, CHUNK)
     query = early * CHUNK + step
     past = tl.load(hi + b * S + query, mask=query < S, other=-1) > begin
-    tl.store(seen_first + b * tl.num_programs(0) + tile, tl.min(tl.where(past, query, S)))
+    tl.store(seen_first + b * n_tiles + tile, tl.min(tl.where(past, query, S)))
     query = late * CHUNK + step
     before = tl.load(lo + b * S + query, mask=(late >= 0) & (query < S), other=2147483647) < begin + N
-    tl.store(seen_end + b * tl.num_programs(0) + tile, tl.max(tl.where(before, query + 1, 0)))
+    tl.store(seen_end + b * n_tiles + tile, tl.max(tl.where(before, query + 1, 0)))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def seen_by_kernel(
+    lo, hi, reach, ahead, seen_first, seen_end,
+    window_lo, window_hi, window_reach, window_ahead, window_seen_first, window_seen_end,
+    S, n_chunks, n_tiles, N: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For a tile of N keys: the first query that reaches past its first key, the end of those that begin in time.
+    Tiles of one branch, then of another, if there is another."""
+    tile = tl.program_id(0)
+    if tile < n_tiles:
+        _store_seen(tile, n_tiles, lo, hi, reach, ahead, seen_first, seen_end, S, n_chunks, N, CHUNK, BLOCK)
+    else:
+        _store_seen(
+            tile - n_tiles, tl.num_programs(0) - n_tiles, window_lo, window_hi, window_reach, window_ahead,
+            window_seen_first, window_seen_end, S, n_chunks, N, CHUNK, BLOCK,
+        )  # fmt: skip
 
 
 CHUNK = 1024
@@ -83,36 +123,54 @@ class KeyBounds(NamedTuple):
     """The smallest lo."""
 
 
-def key_bounds(x: BranchInputs) -> KeyBounds:
-    """Bounds of the sliding branch's window, or of the compressed branch's complete blocks."""
-    bounds = window_bounds if x.branch == "sliding" else compressed_bounds
-    return bounds(x.pos_BS, x.start_BS, x.geometry, x.k_BTGK.shape[1])
-
-
-def window_bounds(pos_BS: Tensor, start_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
-    return _bounds(pos_BS, start_BS, n_keys, W=geometry.w, L=1, D=1)
-
-
-def compressed_bounds(pos_BS: Tensor, first_BS: Tensor, geometry: Geometry, n_keys: int) -> KeyBounds:
-    return _bounds(pos_BS, first_BS, n_keys, W=0, L=geometry.l, D=geometry.d)
-
-
-def _bounds(pos_BS: Tensor, start_BS: Tensor, n_keys: int, **sizes: int) -> KeyBounds:
+def bounds_length(pos_BS: Tensor) -> int:
+    """Numbers in the bounds of one branch."""
     B, S = pos_BS.shape
-    n_chunks = triton.cdiv(S, CHUNK)
-    shapes = ((B, S), (B, S), (B, n_chunks), (B, n_chunks))
-    bounds = KeyBounds(*(torch.empty(shape, dtype=torch.int32, device=pos_BS.device) for shape in shapes))
-    where = (*pos_BS.stride(), *start_BS.stride())
+    return length_of(_lengths(B, S))
+
+
+def _lengths(B: int, S: int) -> tuple[int, ...]:
+    n_chunks = B * ceil_div(S, CHUNK)
+    return B * S, B * S, n_chunks, n_chunks
+
+
+def bounds_in(memory: Tensor, pos_BS: Tensor) -> KeyBounds:
+    """Bounds that this memory holds."""
+    B, S = pos_BS.shape
+    lo, hi, reach, ahead = parts_of(memory, _lengths(B, S))
+    n_chunks = ceil_div(S, CHUNK)
+    return KeyBounds(lo.view(B, S), hi.view(B, S), reach.view(B, n_chunks), ahead.view(B, n_chunks))
+
+
+def key_bounds(*branches: BranchInputs, memory: Tensor | None = None) -> list[KeyBounds]:
+    """Bounds of the sliding branch's window, of the compressed branch's complete blocks, or, in one launch, of the
+    compressed and of the sliding branch. `memory`: where to put them, int32."""
+    first, last = branches[0], branches[-1]
+    B, S = first.pos_BS.shape
+    n = bounds_length(first.pos_BS)
+    if memory is None:
+        memory = torch.empty(n * len(branches), dtype=torch.int32, device=first.pos_BS.device)
+    every = [bounds_in(memory[i * n : (i + 1) * n], x.pos_BS) for i, x in enumerate(branches)]
+    names, g = [x.branch for x in branches], first.geometry
     launch(
-        bounds_kernel, (n_chunks, B), pos_BS, start_BS, *bounds, S, n_keys, *where, **sizes, CHUNK=CHUNK
+        bounds_kernel, (triton.cdiv(S, CHUNK), B, len(branches)),
+        first.pos_BS, first.start_BS, *every[0], last.pos_BS, last.start_BS, *every[-1],
+        S, first.k_BTGK.shape[1], last.k_BTGK.shape[1],
+        *(stride for x in (first, last) for y in (x.pos_BS, x.start_BS) for stride in y.stride()),
+        W=g.w if "sliding" in names else 0, L=g.l if "compressed" in names else 0, D=g.d, CHUNK=CHUNK,
     )  # fmt: skip
-    return bounds
+    return every
 
 
-def seen_by(bounds: KeyBounds, n_tiles: int, n: int) -> tuple[Tensor, Tensor]:
-    """The queries that may see each tile of n keys, [first, end): [B, tiles]. Exact where bounds only grow along S."""
-    B, S = bounds.lo_BS.shape
-    first, end = (torch.empty((B, n_tiles), dtype=torch.int32, device=bounds.lo_BS.device) for _ in range(2))
-    n_chunks = bounds.reach.shape[1]
-    launch(seen_by_kernel, (n_tiles, B), *bounds, first, end, S, n_chunks, N=n, CHUNK=CHUNK, BLOCK=CHUNKS)
-    return first, end
+def seen_by(n: int, *branches: tuple[KeyBounds, int]) -> list[tuple[Tensor, Tensor]]:
+    """The queries that may see each tile of n keys, [first, end): [B, tiles], of one or two branches with their bounds
+    and number of tiles. Exact where bounds only grow along S."""
+    (first, n_tiles), (last, n_last) = branches[0], branches[-1]
+    B, S = first.lo_BS.shape
+    every = [[first.lo_BS.new_empty((B, tiles)) for _ in range(2)] for _, tiles in branches]
+    programs = n_tiles + (n_last if len(branches) > 1 else 0)
+    launch(
+        seen_by_kernel, (programs, B), *first, *every[0], *last, *every[-1], S, first.reach.shape[1], n_tiles,
+        N=n, CHUNK=CHUNK, BLOCK=CHUNKS,
+    )  # fmt: skip
+    return [(begin, end) for begin, end in every]

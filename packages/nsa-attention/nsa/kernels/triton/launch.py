@@ -33,7 +33,7 @@ _MOST_PLANS = 256
 _unplanned = 0
 SMALL_BYTES = 2**24
 """Tensors below this that only kernels use share one allocation, freed when the plan ends; within it, what no later
-launch reads makes room for what follows."""
+launch reads makes room for what follows. 0: kernels get tensors, never addresses."""
 _ALIGNMENT = 256  # bytes, as of torch's own allocations on a GPU
 _TENSOR = object()
 
@@ -43,9 +43,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.pool: list[Any] = [_TENSOR] * len(inputs)
+        self.pool: list[Any] = [*[_TENSOR] * len(inputs), None]  # after the inputs: the stream
         self.places = WeakTensorKeyDictionary({x: place for place, x in reversed(list(enumerate(inputs)))})
-        self.device = inputs[0].device
+        self.device, self.n_inputs = inputs[0].device, len(inputs)
         self.steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.used: dict[int, int] = {}
         """The last step that reads each place."""
@@ -64,8 +64,9 @@ class _Recorder(TorchDispatchMode):
             if (result.shape, result.stride(), ahead) == (source.shape, source.stride(), 0):
                 self.places[result] = self._place(source).place
             else:
-                place = self.operand(source).place
-                self._note(_view, self._add(result), place, result.shape, result.stride(), ahead)
+                self.repeatable &= result.dtype == source.dtype
+                where = (result.shape, result.stride(), ahead, result.element_size())
+                self._note(_view, self._add(result), self._place(source).place, *where)
         else:
             named = tree_map_only(Tensor, self.operand, (args, kwargs or {}))
             self._note(_operate, self._add(result), func, *named)
@@ -79,7 +80,7 @@ class _Recorder(TorchDispatchMode):
         bound = kernel.signature.bind(*args, **parameters)
         bound.apply_defaults()
         places = [self._place(x).place if isinstance(x, Tensor) else self._add(x) for x in bound.arguments.values()]
-        self._note(_launch, compiled, (*grid, 1, 1)[:3], itemgetter(*places))
+        self._note(_launch, compiled, (*grid, 1, 1)[:3], itemgetter(*places), self.n_inputs)
 
     def _note(self, step: Callable[..., Any], *details: Any) -> None:
         self.steps.append((step, details))
@@ -104,9 +105,14 @@ class _Recorder(TorchDispatchMode):
         self.by_operations.add(name.place)
         return name
 
-    def plan(self, n_inputs: int, result: Any) -> "_LaunchPlan | None":
+    def plan(self, result: Any) -> "_LaunchPlan | None":
         named = tree_map_only(Tensor, self.operand, result)
-        return _LaunchPlan(self, n_inputs, named) if self.repeatable else None
+        for number, (step, details) in reversed(list(enumerate(self.steps))):
+            if step is _view:  # who reads a view reads its source
+                place, source = details[:2]
+                self.used[source] = max(self.used[source], self.used.get(place, number))
+                self.by_operations |= {source} if place in self.by_operations else set()
+        return _LaunchPlan(self, named) if self.repeatable else None
 
 
 def _is_view(result: Tensor, source: Any) -> bool:
@@ -121,8 +127,8 @@ class _InPool:
 class _LaunchPlan:
     """Repeats what was recorded. Memory is freed where the launcher freed it at the latest: after its last reader."""
 
-    def __init__(self, recorder: _Recorder, n_inputs: int, result: Any) -> None:
-        device = recorder.device
+    def __init__(self, recorder: _Recorder, result: Any) -> None:
+        device, n_inputs = recorder.device, recorder.n_inputs
         self._pool = [None if x is _TENSOR else x for x in recorder.pool]
         self._n_inputs, self._result = n_inputs, result
         self._steps: list[Callable[[list[Any]], None]] = []
@@ -139,13 +145,16 @@ class _LaunchPlan:
         for number, (step, details) in enumerate(recorder.steps):
             if step is _allocate and details[0] in shared:
                 continue
-            self._steps.append(step(device, *details))
+            if step is _view and SMALL_BYTES and details[0] not in recorder.by_operations:
+                self._steps.append(_address(*details))
+            else:
+                self._steps.append(step(device, *details))
             if dead := [place for place, reader in last.items() if reader == number and step is _launch]:
                 self._steps.append(_free(dead))
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
+    def run(self, inputs: Sequence[Tensor], stream: int) -> Any:
         pool = self._pool.copy()
-        pool[: self._n_inputs] = inputs
+        pool[: self._n_inputs + 1] = (*inputs, stream)
         for step in self._steps:
             step(pool)
         result = self._result
@@ -198,7 +207,20 @@ def _share(device: torch.device, offsets: Mapping[int, int], size: int) -> Any:
     return step
 
 
-def _view(device: torch.device, place: int, source: int, shape: Any, strides: Any, ahead: int) -> Any:
+def _address(place: int, source: int, shape: Any, strides: Any, ahead: int, element_size: int) -> Any:
+    """A view that only kernels use."""
+    ahead *= element_size
+
+    def step(pool: list[Any]) -> None:
+        whole = pool[source]
+        pool[place] = (whole if isinstance(whole, int) else whole.data_ptr()) + ahead
+
+    return step
+
+
+def _view(
+    device: torch.device, place: int, source: int, shape: Any, strides: Any, ahead: int, element_size: int
+) -> Any:
     def step(pool: list[Any]) -> None:
         x = pool[source]
         pool[place] = x.as_strided(shape, strides, x.storage_offset() + ahead)
@@ -214,9 +236,13 @@ def _operate(device: torch.device, place: int, func: Any, args: Any, kwargs: Any
     return step
 
 
-def _launch(device: torch.device, compiled: Any, grid: tuple[int, ...], arguments: Callable[..., Any]) -> Any:
+def _launch(
+    device: torch.device, compiled: Any, grid: tuple[int, ...], arguments: Callable[..., Any], stream: int
+) -> Any:
+    run, before_hooks = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
     def step(pool: list[Any]) -> None:
-        compiled[grid](*arguments(pool))
+        run(*grid, pool[stream], *before_hooks, *arguments(pool))
 
     return step
 
@@ -276,7 +302,7 @@ def planned(launcher: _Launcher) -> _Launcher:
 
     @functools.wraps(launcher)
     def run(*args: Any) -> Any:
-        if _unplanned or getattr(_thread, "recorder", None) is not None:
+        if _unplanned or getattr(_thread, "recorder", None) is not None or _hooked():
             return launcher(*args)
         tensors, form = [], []
         for x in args:
@@ -290,10 +316,12 @@ def planned(launcher: _Launcher) -> _Launcher:
                     form.append(y)
         same: dict[int, int] = {}
         places = [same.setdefault(id(x), place) for place, x in enumerate(tensors)]
-        key = (*form, *places, tensors[0].device, triton.runtime.driver.active.get_current_device(), tunes())
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        key = (*form, *places, tensors[0].device, device, tunes())
         plan = plans.get(key)
         if isinstance(plan, _LaunchPlan):
-            return plan.run(tensors)
+            return plan.run(tensors, driver.get_current_stream(device))
         if plan is _COMPILED:
             _thread.recorder = recorder = _Recorder(tensors)
             try:
@@ -301,7 +329,7 @@ def planned(launcher: _Launcher) -> _Launcher:
                     result = launcher(*args)
             finally:
                 _thread.recorder = None
-            plans[key] = recorder.plan(len(tensors), result) or _UNREPEATABLE
+            plans[key] = recorder.plan(result) or _UNREPEATABLE
             return result
         if plan is None:
             if len(plans) >= _MOST_PLANS:
@@ -310,6 +338,12 @@ def planned(launcher: _Launcher) -> _Launcher:
         return launcher(*args)
 
     return run  # type: ignore[return-value]
+
+
+def _hooked() -> bool:
+    """Whether something, a profiler for instance, is called at every launch."""
+    knobs = triton.knobs.runtime
+    return bool(knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls)
 
 
 _COMPILED, _UNREPEATABLE = object(), object()

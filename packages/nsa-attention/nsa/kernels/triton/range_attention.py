@@ -9,6 +9,9 @@ seen by many queries (compressed attention), the queries are cut into parts whos
 Shapes as in `nsa.kernels.reference`.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -323,14 +326,18 @@ def range_dkv_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def add_parts_kernel(
-    dk_part, dv_part, dk, dv, n_rows, n_parts,
+    dk_part, dv_part, dk, dv, window_dk_part, window_dv_part, window_dk, window_dv,
+    n_rows, n_parts, n_window_rows, n_window_parts,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the last axis: keys, values."""
+    """Programs of the last axis: keys, values, and those of a second branch, if there is one."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if tl.program_id(1) >= 2:
+        dk_part, dv_part, dk, dv = window_dk_part, window_dv_part, window_dk, window_dv
+        n_rows, n_parts = n_window_rows, n_window_parts
     ok = row < n_rows
-    if tl.program_id(1) == 0:
+    if tl.program_id(1) % 2 == 0:
         add_partial_rows(dk_part, dk, row, row, n_rows, ok, row < 0, 0, n_parts, K, K1, K2, BLOCK_M)
     else:
         add_partial_rows(dv_part, dv, row, row, n_rows, ok, row < 0, 0, n_parts, V, V1, V2, BLOCK_M)
@@ -342,7 +349,7 @@ def range_forward(x: BranchInputs, bounds: KeyBounds | None = None) -> tuple[Ten
     q, k, v = rows_contiguous(x.q_BSGRK, x.k_BTGK, x.v_BTGV)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    launch_all(forward_work(q, k, v, bounds or key_bounds(x), x.scale, lse, out).launches)
+    launch_all(forward_work(q, k, v, bounds or key_bounds(x)[0], x.scale, lse, out).launches)
     return out, lse
 
 
@@ -363,45 +370,96 @@ def forward_work(
     return tuned("range_forward", q, 0 if out is None else V, prepare)
 
 
-@planned
-def range_backward(
-    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
-) -> Gradients:
-    B, S, G, R, K = x.q_BSGRK.shape
-    T, V = x.v_BTGV.shape[1], x.v_BTGV.shape[-1]
-    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
-    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
-    dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
-    bounds = key_bounds(x)
-    lo, hi, *_ = bounds
-    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
-    strides = row_strides(dout, q, k, v)
+class RangeResults(NamedTuple):
+    """Inputs and results of a branch, with the gradients of the results."""
+
+    x: BranchInputs
+    out_BSGRV: Tensor
+    lse_BSGR: Tensor
+    dout_BSGRV: Tensor
+    dlse_BSGR: Tensor | None
+
+
+def range_backward(*branches: RangeResults, bounds: Sequence[KeyBounds] | None = None) -> list[Gradients]:
+    """Gradients of one branch, or of the compressed and the sliding branch, whose queries are the same. `bounds`: of
+    each branch, if the caller has them."""
+    q, G, R, K = branches[0].x.q_BSGRK, *branches[0].x.q_BSGRK.shape[2:]
+    V = branches[0].x.v_BTGV.shape[-1]
+    bounds = bounds or key_bounds(*(branch.x for branch in branches))
+    every = [_RangeBackward(branch, one) for branch, one in zip(branches, bounds, strict=True)]
     common = dict(G=G, R=R, **widths(K, V), WIDE=is_wide(q.dtype))
 
     def prepare_dq(tiles: TileSizes) -> Work:
-        arguments = (dout, q, k, v, lo, hi, out, lse, dlse, dq, delta, x.scale, S, T, *strides)
         constants = dict(BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options)
-        return Work([Launch(range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G), arguments, constants)])
+        return Work([one.dq_launch(tiles, constants) for one in every])
 
     def prepare_dkv(tiles: TileSizes) -> Work:
-        n_tiles, parts = triton.cdiv(T, tiles.n), _parts(q, T, tiles)
-        seen = seen_by(bounds, n_tiles, tiles.n)
-        dk, dv = (x.new_empty(x.shape) for x in (k, v))
-        sums = (dk, dv) if parts == 1 else [x.new_empty((parts, *x.shape), dtype=torch.float32) for x in (k, v)]
-        arguments = (dout, q, k, v, lo, hi, lse, delta, *sums, *seen, x.scale, S, T, n_tiles, parts, *strides)
+        n_tiles = [triton.cdiv(one.k.shape[1], tiles.n) for one in every]
+        seen = seen_by(tiles.n, *zip(bounds, n_tiles, strict=True))
         constants = dict(BLOCK_M=tiles.m, BLOCK_N=tiles.n, **common, **tiles.options)
-        launches = [Launch(range_dkv_kernel, (n_tiles, B * G, parts), arguments, constants)]
-        if parts > 1:
-            grid = (triton.cdiv(B * T * G, ROWS_ADDED), 2)
+        prepared = [one.dkv_launch(tiles, *of_one, constants) for one, of_one in zip(every, seen, strict=True)]
+        launches = [launch for launch, *_ in prepared]
+        cut = [parts for _, parts, _ in prepared if parts[-1] > 1]
+        if cut:
+            (*first, n_rows, n_parts), (*last, n_last, last_parts) = cut[0], cut[-1]
+            grid = (triton.cdiv(max(n_rows, n_last), ROWS_ADDED), 2 * len(cut))
             of_sums = dict(**widths(K, V), BLOCK_M=ROWS_ADDED)
-            launches.append(Launch(add_parts_kernel, grid, (*sums, dk, dv, B * T * G, parts), of_sums))
-        return Work(launches, (dk, dv))
+            numbers = (n_rows, n_parts, n_last, last_parts)
+            launches.append(Launch(add_parts_kernel, grid, (*first, *last, *numbers), of_sums))
+        return Work(launches, tuple(x for *_, results in prepared for x in results))
 
     launch_all(tuned("range_dq", q, V, prepare_dq).launches)
     of_keys = tuned("range_dkv", q, V, prepare_dkv)
     launch_all(of_keys.launches)
-    dk, dv = of_keys.results
-    return dq, dk, dv
+    keys = of_keys.results
+    return [(one.dq, *keys[2 * i : 2 * i + 2]) for i, one in enumerate(every)]  # type: ignore[misc]
+
+
+@planned
+def range_gradients(
+    x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
+) -> Gradients:
+    """`range_backward` of one branch."""
+    (gradients,) = range_backward(RangeResults(x, out_BSGRV, lse_BSGR, dout_BSGRV, dlse_BSGR))
+    return gradients
+
+
+class _RangeBackward:
+    """Launches of one branch."""
+
+    def __init__(self, branch: RangeResults, bounds: KeyBounds) -> None:
+        x = branch.x
+        self.dout, self.q, self.k, self.v = rows_contiguous(branch.dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
+        self.out, self.lse = branch.out_BSGRV.contiguous(), branch.lse_BSGR.contiguous()
+        self.dlse = None if branch.dlse_BSGR is None else branch.dlse_BSGR.contiguous()
+        self.bounds, self.scale = bounds, x.scale
+        self.dq, self.delta = self.q.new_empty(self.q.shape), torch.empty_like(self.lse)
+        self.strides = row_strides(self.dout, self.q, self.k, self.v)
+
+    def dq_launch(self, tiles: TileSizes, constants: Mapping[str, Any]) -> Launch:
+        (B, S, G, R, _), T = self.q.shape, self.k.shape[1]
+        lo, hi, *_ = self.bounds
+        arguments = (
+            self.dout, self.q, self.k, self.v, lo, hi, self.out, self.lse, self.dlse, self.dq, self.delta, self.scale,
+            S, T, *self.strides,
+        )  # fmt: skip
+        return Launch(range_dq_kernel, (triton.cdiv(S * R, tiles.m), B * G), arguments, constants)
+
+    def dkv_launch(
+        self, tiles: TileSizes, seen_first: Tensor, seen_end: Tensor, constants: Mapping[str, Any]
+    ) -> tuple[Launch, tuple[Any, ...], tuple[Tensor, ...]]:
+        """The launch, what adds up its parts, and the gradients."""
+        (B, S, G, _, _), (k, v) = self.q.shape, (self.k, self.v)
+        T, (lo, hi, *_) = k.shape[1], self.bounds
+        n_tiles, parts = triton.cdiv(T, tiles.n), _parts(self.q, T, tiles)
+        dk, dv = (x.new_empty(x.shape) for x in (k, v))
+        sums = (dk, dv) if parts == 1 else tuple(x.new_empty((parts, *x.shape), dtype=torch.float32) for x in (k, v))
+        arguments = (
+            self.dout, self.q, k, v, lo, hi, self.lse, self.delta, *sums, seen_first, seen_end, self.scale,
+            S, T, n_tiles, parts, *self.strides,
+        )  # fmt: skip
+        launch = Launch(range_dkv_kernel, (n_tiles, B * G, parts), arguments, constants)
+        return launch, (*sums, dk, dv, B * T * G, parts), (dk, dv)
 
 
 def _parts(q_BSGRK: Tensor, n_keys: int, tiles: TileSizes) -> int:

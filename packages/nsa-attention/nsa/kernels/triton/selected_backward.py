@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.kernels.interface import BranchInputs, Gradients
+from nsa.kernels.interface import BranchInputs, Gradients, is_one_document
 from nsa.kernels.triton import block_index
 from nsa.kernels.triton.autotune import Work, tuned
-from nsa.kernels.triton.block_index import BlockIndex, build_block_index
+from nsa.kernels.triton.block_index import BlockIndex, IndexSizes, axis_shift, build_block_index
 from nsa.kernels.triton.launch import Launch, launch, launch_all, planned
 from nsa.kernels.triton.range_attention import probabilities, products, store_gradients
 from nsa.kernels.triton.selected import (
@@ -21,11 +21,13 @@ from nsa.kernels.triton.selected import (
     ends_of,
     keys_of,
     piece_of,
+    queries_of,
     readers_of,
     rows_of,
     rows_to_mask,
+    sizes_of,
     slots_of,
-    spans,
+    span_numbers,
     window_keys,
 )
 from nsa.kernels.triton.tile import (
@@ -69,13 +71,13 @@ def delta_kernel(
 
 @triton.jit
 def window_gradients(m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q_r, do_s, do_r, last, pairs, begins,
-                     lse, delta, slot, scale, S, dk1, dk2, dv1, dv2, G: tl.constexpr, R: tl.constexpr,
+                     lse, delta, slot, scale, n_queries, n_sides, dk1, dk2, dv1, dv2, G: tl.constexpr, R: tl.constexpr,
                      K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr,
                      V2: tl.constexpr, N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
                      WIDE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """dK and dV of this cut of the window with what the rows from m on add; their dQ goes to slots. Not MASKED: they
     see all of its keys. Rows that do not exist are zero, as are their gradients, and add nothing."""
-    query, head, ok, here, begin_M = readers_of(pairs, begins, m, end, window, R, N, L, BLOCK_M)
+    query, head, ok, here, begin_M = readers_of(pairs, begins, m, end, window, n_sides, R, N, L, BLOCK_M)
     flat = query * (G * R) + head
     lse_M = tl.load(lse + flat, mask=ok, other=0.0)
     delta_M = tl.load(delta + flat, mask=ok, other=0.0)
@@ -86,14 +88,14 @@ def window_gradients(m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q
     )  # fmt: skip
     visible = None
     if MASKED:
-        end_M = ends_of(begin_M, tl.load(last + b * S + query, mask=ok, other=-1), window, L)
+        end_M = ends_of(begin_M, tl.load(last + b * n_queries + query, mask=ok, other=-1), window, L)
         visible = (at[:, None] >= begin_M[None, :]) & (at[:, None] <= end_M[None, :])
     p = probabilities(s, lse_M[None, :], visible, scale)
     ds = rounded(p * (dp - delta_M[None, :]) * scale, WIDE, q.dtype.element_ty)
     p = rounded(p, WIDE, q.dtype.element_ty)
     dv1 += dot(p, do1)
     dk1 += dot(ds, q1)
-    to = ((query * (G * 2 * N) + here) * CUTS + cut) * R + head
+    to = ((query * (G * N * n_sides) + here) * CUTS + cut) * R + head
     store_rows(slot, to * K, ok, dot(tl.trans(ds), k1), K, 0, K1)
     if V2 > 0:
         dv2 += dot(p, do2)
@@ -105,19 +107,23 @@ def window_gradients(m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q
 
 @triton.jit(do_not_specialize=VARYING)
 def selected_backward_kernel(
-    dout, q, k, v, last, pairs, begins, offsets, piece_window, piece_first, lse, delta, slot, dk_part, dv_part,
-    scale, S, n_queries, T, n_windows, n_groups_all,
+    dout, q, k, v, origin, last, pairs, begins, offsets, piece_window, piece_first, lse, delta, slot, dk_part, dv_part,
+    scale, n_queries, n_span, first_query, first_place, T, n_windows, n_sides, n_groups_all, origin_b,
     do_b, do_s, do_g, do_r, q_b, q_s, q_g, q_r, k_b, k_t, k_g, v_b, v_t, v_g,
     G: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     N: tl.constexpr, L: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """`n_queries`: queries of a row of `lse` and `delta`, of which these are a part."""
+    """`n_queries`: of a row, of which a span of `n_span` from `first_query` on has these slots and parts."""
     CUTS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
-    bg, window, first, end, needed = piece_of(offsets, piece_window, piece_first, n_windows, n_groups_all, PIECE)
+    bg, window, first, end, needed = piece_of(
+        offsets, piece_window, piece_first, first_place, n_windows, n_groups_all, PIECE
+    )  # fmt: skip
     b, g, cut = (bg // G).to(tl.int64), bg % G, tl.program_id(1)
-    step, at, inside, k_at, v_at = window_keys(window, b, g, T, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N)
+    step, at, inside, k_at, v_at, T = window_keys(
+        window, b, g, T, origin, origin_b, n_sides, k_b, k_t, k_g, v_b, v_t, v_g, L, BLOCK_N
+    )  # fmt: skip
     k1, k2 = load_both(k, k_at, inside, K, K1, K2, WIDE)
     v1, v2 = load_both(v, v_at, inside, V, V1, V2, WIDE)
     dk1, dk2 = zeros_both(BLOCK_N, K1, K2)
@@ -127,23 +133,25 @@ def selected_backward_kernel(
     dout += group_at(b, g, do_b, do_g)
     lse += (b * n_queries * G + g) * R
     delta += (b * n_queries * G + g) * R
-    slot += (b * S * G + g) * (2 * N * CUTS * R) * K
+    slot += ((b * n_span - first_query) * G + g) * (N * n_sides * CUTS * R) * K
     # A second loop over tiles of 32 rows takes 84 registers more on sm_80, where products are the bound anyway.
     SPLIT: tl.constexpr = INTERPRETED or BLOCK_M >= 64
     masked = end * R
     if SPLIT:
-        masked = rows_to_mask(pairs, begins, last, first, end, window, b, S, T, R, N, L, BLOCK_M, BLOCK_N, 1024)
+        masked = rows_to_mask(
+            pairs, begins, last, first, end, window, b, n_queries, T, R, N, L, BLOCK_M, BLOCK_N, 1024
+        )  # fmt: skip
     for m in tl.range(first * R, masked, BLOCK_M):
         dk1, dk2, dv1, dv2 = window_gradients(
             m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q_r, do_s, do_r, last, pairs, begins,
-            lse, delta, slot, scale, S, dk1, dk2, dv1, dv2,
+            lse, delta, slot, scale, n_queries, n_sides, dk1, dk2, dv1, dv2,
             G, R, K, K1, K2, V, V1, V2, N, L, CUTS, BLOCK_M, WIDE, True,
         )  # fmt: skip
     if SPLIT:
         for m in tl.range(masked, end * R, BLOCK_M):
             dk1, dk2, dv1, dv2 = window_gradients(
                 m, end, window, b, cut, at, k1, k2, v1, v2, q, dout, q_s, q_r, do_s, do_r, last, pairs, begins,
-                lse, delta, slot, scale, S, dk1, dk2, dv1, dv2,
+                lse, delta, slot, scale, n_queries, n_sides, dk1, dk2, dv1, dv2,
                 G, R, K, K1, K2, V, V1, V2, N, L, CUTS, BLOCK_M, WIDE, False,
             )  # fmt: skip
 
@@ -154,15 +162,19 @@ def selected_backward_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def add_slots_kernel(
-    idx, last, origin, slot, dq, S, n_queries, n_windows, origin_b, origin_s,
+    idx, last, origin, slot, dq, dq_other, S, n_queries, n_span, first_query, n_windows, n_sides, origin_b, origin_s,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     N: tl.constexpr, L: tl.constexpr, CUTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """Add up the slots of S queries from `first_query` on, of `n_queries` in a row; `dq_other`, unless it is None, and
+    what dq holds then are those of the other branches."""
     b, g, query, head, ok = heads_of(S, G, R, BLOCK_M)
+    query += first_query
     sum1, sum2 = zeros_both(BLOCK_M, K1, K2)
     for n in tl.range(0, N):
         base, here, across = slots_of(
-            idx, last, origin, b, g, query, ok, n, S, n_windows, origin_b, origin_s, G, N, L
+            idx, last, origin, b, g, query, ok, n, n_queries, n_span, first_query, n_windows, n_sides,
+            origin_b, origin_s, G, N, L,
         )  # fmt: skip
         for cut in tl.static_range(0, 2 * CUTS):
             written = here if cut < CUTS else across
@@ -171,22 +183,30 @@ def add_slots_kernel(
             if K2 > 0:
                 sum2 += load_rows(slot, at * K, written, K, K1, K2, False).to(tl.float32)
     flat = ((b * n_queries + query) * G + g) * R + head
+    if dq_other is not None:
+        sum1 += load_rows(dq, flat * K, ok, K, 0, K1, False).to(tl.float32)
+        sum1 += load_rows(dq_other, flat * K, ok, K, 0, K1, False).to(tl.float32)
+        if K2 > 0:
+            sum2 += load_rows(dq, flat * K, ok, K, K1, K2, False).to(tl.float32)
+            sum2 += load_rows(dq_other, flat * K, ok, K, K1, K2, False).to(tl.float32)
     store_both(dq, flat * K, ok, sum1, sum2, K, K1, K2)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def add_pieces_kernel(
-    dk_part, dv_part, piece_first, dk, dv, T, n_windows, more,
+    dk_part, dv_part, piece_first, origin, dk, dv, first_place, T, n_windows, n_sides, more, origin_b,
     G: tl.constexpr, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
     V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, L: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs of the last axis: keys, values. `more`: add to what earlier queries have left there."""
     window, bg = tl.program_id(0), tl.program_id(1)
+    shift = axis_shift(tl.load(origin + (bg // G).to(tl.int64) * origin_b).to(tl.int32), n_sides, L)
     step = tl.arange(0, BLOCK_N)
-    at = window * L + step
-    ok = (step < L) & (at < T)
-    place = bg.to(tl.int64) * n_windows + window
-    first, end = tl.load(piece_first + place), tl.load(piece_first + place + 1)
+    at = window * L + step - shift
+    ok = (step < L) & (at >= 0) & (at < T)
+    place = first_place + bg.to(tl.int64) * n_windows + window
+    before_all = tl.load(piece_first + first_place)
+    first, end = tl.load(piece_first + place) - before_all, tl.load(piece_first + place + 1) - before_all
     flat = ((bg // G).to(tl.int64) * T + at) * G + bg % G
     before = ok & (more > 0)
     if tl.program_id(2) == 0:
@@ -199,68 +219,83 @@ def add_pieces_kernel(
 def selected_backward(
     x: BranchInputs, out_BSGRV: Tensor, lse_BSGR: Tensor, dout_BSGRV: Tensor, dlse_BSGR: Tensor | None
 ) -> Gradients:
-    l_sel = x.geometry.l_sel
-    B, S, G, R, K = x.q_BSGRK.shape
-    (T, V), N = (x.v_BTGV.shape[1], x.v_BTGV.shape[-1]), x.chosen_BSGN.shape[-1]
-    n_windows = triton.cdiv(T, l_sel)
-    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
-    dout, q = (y if y.stride(3) * R < 2**31 else y.contiguous() for y in (dout, q))  # heads are placed in 32 bits
-    out, lse = out_BSGRV.contiguous(), lse_BSGR.contiguous()
+    S, G, R, V = out_BSGRV.shape[1:]
+    (dout,), out, lse = rows_contiguous(dout_BSGRV), out_BSGRV.contiguous(), lse_BSGR.contiguous()
     dlse = None if dlse_BSGR is None else dlse_BSGR.contiguous()
-    dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     launch(
-        delta_kernel, (triton.cdiv(S * R, rows_of(V)), B * G),
+        delta_kernel, (triton.cdiv(S * R, rows_of(V)), out.shape[0] * G),
         dout, out, dlse, delta, S, *row_strides(dout), G=G, R=R, **columns("V", V), BLOCK_M=rows_of(V),
     )  # fmt: skip
-    all_spans = list(spans("selected_backward", q, N, l_sel, K, max(K, V)))
-    wide = torch.float32 if len(all_spans) > 1 else k.dtype
-    new = torch.empty if all_spans else torch.zeros
+    return selected_gradients(x, sizes_of(x, is_one_document(x.start_BS)), lse, dout, delta)
+
+
+def selected_gradients(
+    x: BranchInputs, sizes: IndexSizes, lse_BSGR: Tensor, dout_BSGRV: Tensor, delta_BSGR: Tensor,
+    of_others: tuple[Tensor, Tensor] | None = None, memory: Tensor | None = None,
+) -> Gradients:  # fmt: skip
+    """`of_others`: dq of the other branches, which are added; the first becomes the sum. `memory`: holds the forward's
+    block index; without it, the index is built again."""
+    B, S, G, R, K = x.q_BSGRK.shape
+    T, V = x.v_BTGV.shape[1], x.v_BTGV.shape[-1]
+    dout, q, k, v = rows_contiguous(dout_BSGRV, x.q_BSGRK, x.k_BTGK, x.v_BTGV)
+    dout, q = (y if y.stride(3) * R < 2**31 else y.contiguous() for y in (dout, q))  # heads are placed in 32 bits
+    lse, delta, idx, start = lse_BSGR.contiguous(), delta_BSGR, x.chosen_BSGN.contiguous(), x.start_BS
+    dq, dq_other = of_others or (q.new_empty(q.shape), None)
+    wide = torch.float32 if sizes.n_spans > 1 else k.dtype
+    new = torch.empty if sizes.n_spans else torch.zeros
     dk, dv = (new(keys.shape, dtype=wide, device=keys.device) for keys in (k, v))
-    for some in all_spans:
-        queries, idx, start = q[:, some], x.chosen_BSGN[:, some].contiguous(), x.start_BS[:, some]
-        index = build_block_index(idx, x.pos_BS[:, some], start, l_sel, T)
-        work = _windows_backward(
-            dout[:, some], queries, k, v, lse[:, some], delta[:, some], S, index, N, l_sel, x.scale
-        )  # fmt: skip
-        launch_all(work.launches)
-        slots, *sums = work.results
+    index = build_block_index(idx, x.pos_BS, start, sizes) if memory is None else sizes.index_in(memory)
+    work = _windows_backward(dout, q, k, v, lse, delta, start, index, sizes, x.scale)
+    slots, *sums = work.results
+    for span, windows in enumerate(work.launches):
+        launch_all([windows])
+        (first, n), places = queries_of(sizes, span), span * sizes.places_of_span
         launch(
-            add_slots_kernel, (triton.cdiv(queries.shape[1] * R, rows_of(K)), B * G),
-            idx, index.last_BS, start, slots, dq[:, some], queries.shape[1], S, n_windows, *start.stride(),
-            G=G, R=R, **columns("K", K), N=N, L=l_sel, CUTS=slots.shape[4], BLOCK_M=rows_of(K),
+            add_slots_kernel, (triton.cdiv(n * R, rows_of(K)), B * G),
+            idx, index.last, start, slots, dq, dq_other, n, S, sizes.span, first, sizes.n_windows, sizes.n_sides,
+            *start.stride(), G=G, R=R, **columns("K", K), N=sizes.N, L=sizes.L, CUTS=slots.shape[4],
+            BLOCK_M=rows_of(K),
         )  # fmt: skip
-        more = int(some.start > 0)
         launch(
-            add_pieces_kernel, (n_windows, B * G, 2), *sums, index.piece_first, dk, dv, T, n_windows, more,
-            G=G, **widths(K, V), L=l_sel, BLOCK_N=block_of(l_sel), num_warps=adding_warps(K, V),
+            add_pieces_kernel, (sizes.n_windows, B * G, 2),
+            *sums, index.piece_first, start, dk, dv, places, T, sizes.n_windows, sizes.n_sides, int(span > 0),
+            start.stride(0), G=G, **widths(K, V), L=sizes.L, BLOCK_N=block_of(sizes.L), num_warps=adding_warps(K, V),
         )  # fmt: skip
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _windows_backward(
-    dout_BSGRV: Tensor, q_BSGRK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, lse_BSGR: Tensor, delta_BSGR: Tensor,
-    n_queries: int, index: BlockIndex, n_sel: int, l_sel: int, scale: float,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, start_BS: Tensor, index: BlockIndex,
+    sizes: IndexSizes, scale: float,
 ) -> Work:  # fmt: skip
-    """dQ by slots, dK and dV by pieces of windows. Log-sum-exps and deltas are part of a row of `n_queries`."""
-    B, S, G, R, K = q_BSGRK.shape
-    (T, V), dout, q, k, v = (v_BTGV.shape[1], v_BTGV.shape[-1]), dout_BSGRV, q_BSGRK, k_BTGK, v_BTGV
+    """A launch for each span; dQ by slots, dK and dV by pieces of windows."""
+    (B, _, G, R, K), V = q.shape, v.shape[-1]
 
     def prepare(tiles: TileSizes) -> Work:
-        keys, cuts = keys_of(tiles, l_sel)
-        slots = q.new_empty((B, S, G, 2 * n_sel, cuts, R, K))
+        keys, cuts = keys_of(tiles, sizes.L)
+        slots = q.new_empty((B, sizes.span, G, sizes.n_sides * sizes.N, cuts, R, K))
         dk_part, dv_part = (
-            torch.empty((index.n_pieces, l_sel, width), dtype=torch.float32, device=q.device) for width in (K, V)
+            torch.empty((sizes.pieces_of_span, sizes.L, width), dtype=torch.float32, device=q.device)
+            for width in (K, V)
         )
-        sizes = (scale, S, n_queries, T, triton.cdiv(T, l_sel), B * G, *row_strides(dout, q, k, v))
         outputs = (slots, dk_part, dv_part)
-        arguments = (dout, q, k, v, index.last_BS, *index.by_piece, lse_BSGR, delta_BSGR, *outputs, *sizes)
         constants = dict(
-            G=G, R=R, **widths(K, V), N=n_sel, L=l_sel, PIECE=block_index.PIECE, BLOCK_M=tiles.m, BLOCK_N=keys,
+            G=G, R=R, **widths(K, V), N=sizes.N, L=sizes.L, PIECE=block_index.PIECE, BLOCK_M=tiles.m, BLOCK_N=keys,
             WIDE=is_wide(q.dtype), **tiles.options,
         )  # fmt: skip
-        return Work([Launch(selected_backward_kernel, (index.n_pieces, cuts), arguments, constants)], outputs)
+        launches = [
+            Launch(
+                selected_backward_kernel, (sizes.pieces_of_span, cuts),
+                (dout, q, k, v, start_BS, index.last, *index.by_piece, lse, delta, *outputs, scale,
+                 *span_numbers(sizes, span), start_BS.stride(0), *row_strides(dout, q, k, v)),
+                constants,
+            )
+            for span in range(sizes.n_spans)
+        ]  # fmt: skip
+        return Work(launches, outputs)
 
-    return tuned("selected_backward", q, V, prepare, l_sel=l_sel, n_sel=n_sel)
+    return tuned("selected_backward", q, V, prepare, l_sel=sizes.L, n_sel=sizes.N)
 
 
 def adding_warps(d_k: int, d_v: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.triton.autotune import Work, tuned
-from nsa.kernels.triton.bounds import compressed_bounds, key_bounds
+from nsa.kernels.triton.bounds import key_bounds
 from nsa.kernels.triton.launch import Launch, launch_all, planned
 from nsa.kernels.triton.range_attention import forward_work, range_forward
 from nsa.kernels.triton.tile import (
@@ -150,26 +150,26 @@ def select_blocks(
 ) -> Tensor:
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    bounds = compressed_bounds(pos_BS, first_BS, geometry, k.shape[1])
+    (bounds,) = key_bounds(BranchInputs("compressed", q, k, k, None, pos_BS, first_BS, geometry, scale))
     launch_all(forward_work(q, k, k, bounds, scale, lse, None).launches)
     return choose_blocks(q, k, pos_BS, first_BS, bounds.hi_BS, lse, geometry, scale)
 
 
 @planned
 def compressed_and_select(x: BranchInputs) -> tuple[Tensor, Tensor, Tensor]:
-    bounds = key_bounds(x)
+    (bounds,) = key_bounds(x)
     out, lse = range_forward(x, bounds)
     return out, lse, choose_blocks(x.q_BSGRK, x.k_BTGK, x.pos_BS, x.start_BS, bounds.hi_BS, lse, x.geometry, x.scale)
 
 
 def choose_blocks(
     q_BSGRK: Tensor, k_BCGK: Tensor, pos_BS: Tensor, first_BS: Tensor, hi_BS: Tensor, lse_BSGR: Tensor,
-    geometry: Geometry, scale: float,
+    geometry: Geometry, scale: float, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The choice from the compressed branch's bounds and log-sum-exps."""
+    """The choice from the compressed branch's bounds and log-sum-exps. `out`: where to put it."""
     q, k = rows_contiguous(q_BSGRK, k_BCGK)
     B, S, G, R, K = q.shape
-    idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device)
+    idx = torch.empty((B, S, G, geometry.n_sel), dtype=torch.int32, device=q.device) if out is None else out
 
     def prepare(tiles: TileSizes) -> Work:
         sizes = select_sizes(geometry, tiles)

@@ -8,6 +8,9 @@ right before it, after having been rounded as the hardware would see them. Narro
 the nearest: `narrowed` rounds first. Neither leaves a trace in what is compiled for a GPU.
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +20,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # fixed on import, like the kernels
 VARYING = (
     "S", "T", "n_keys", "n_window_keys", "n_queries", "n_rows", "n_gates", "n_groups_all", "n_tiles", "n_chunks",
-    "n_runs", "run_length", "n_windows", "n_counted", "n_places", "n_pieces", "n_parts", "n_compressed", "steps",
-    "more", "position", "origin", "window_position", "window_origin", "position_b", "position_s", "origin_b",
-    "origin_s", "table_b", "window_table_b",
+    "n_runs", "run_length", "runs_per_span", "n_windows", "n_sides", "n_counted", "n_places", "n_pieces", "n_parts",
+    "n_compressed", "n_span", "first_query", "first_place", "steps", "more", "position", "origin", "window_position",
+    "window_origin", "position_b", "position_s", "origin_b", "origin_s", "window_position_b", "window_position_s",
+    "window_origin_b", "window_origin_s", "n_window_rows", "n_window_parts", "table_b", "window_table_b",
 )  # fmt: skip
 """Arguments of kernels that vary from batch to batch. The compiler assumes nothing of them (neither 1 nor a multiple of
 16), or each new length would be compiled again. Addresses and strides of rows are not among them: loads are vectorized
@@ -235,3 +239,22 @@ def row_strides(*tensors: Tensor) -> list[int]:
     """Strides of every axis but the last; 0 where an axis has one element, whose stride may be any number that the
     compiler would specialize on."""
     return [s if n > 1 else 0 for x in tensors for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+
+
+def parts_of(memory: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Pieces of these lengths, of memory of `length_of`; each is aligned like the first."""
+    begins = accumulate(map(_aligned, lengths), initial=0)
+    return [memory[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
+
+
+def length_of(lengths: Sequence[int]) -> int:
+    return sum(map(_aligned, lengths))
+
+
+def _aligned(n: int) -> int:
+    return ceil_div(n, 32) * 32
+
+
+def ceil_div(n: int, by: int) -> int:
+    """`triton.cdiv`, also while torch traces sizes as symbols."""
+    return -(-n // by)
