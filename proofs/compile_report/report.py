@@ -12,6 +12,7 @@ from nsa.gpus import ARCHITECTURES as GPUS
 from nsa.gpus import GpuArchitecture
 from nsa.kernels.triton import (
     PIECE,
+    append,
     block_index,
     bounds,
     decode,
@@ -137,14 +138,29 @@ def jobs(
     entries = dict(PAGE=g.l_sel // g.d)
     for kernel, function, constants, options in (
         ("decode_compressed", decode.decode_compressed_kernel, {**step.compressed, **entries}, by_tiles),
+        ("decode_append", decode.decode_append_kernel, {**step.compressed, **entries, **_appending(s)}, by_tiles),
         ("decode_score", decode.decode_score_kernel, step.score, small),
         ("decode_raw", decode.decode_raw_kernel, {**step.raw, "PAGE": g.l_sel, "WINDOW_PAGE": g.w}, by_tiles),
-        ("decode_merge", decode.decode_merge_kernel, step.merge, small),
+        ("decode_merge", decode.decode_merge_kernel, {**step.merge, **_counting(s)}, small),
         ("decode_merged_compressed", decode.decode_compressed_kernel, {**merged.compressed, **entries}, by_tiles),
-        ("decode_merged_merge", decode.decode_merge_kernel, merged.merge, small),
+        ("decode_merged_merge", decode.decode_merge_kernel, {**merged.merge, **_counting(s)}, small),
     ):
         yield CompileJob(kernel, function, constants, *options, model.dtype)
     yield from _around(model, tiles_for("range_dkv").n)
+
+
+def _appending(s: BenchShape) -> dict[str, int]:
+    """Constants of an append to streams of their own, φ as by default."""
+    g = s.geometry
+    return dict(
+        TAIL_PAGE=g.l, TOKEN_PAGE=g.l_sel, WINDOW_PAGE=g.w, KEY_STREAMS=3, VALUE_STREAMS=3, HALF=s.d_k // 2,
+        NORMED=True, POOLING=append.SOFTMAX.value, TURNS_ENTRIES=True, OWN_TAIL=True, OWN_WINDOW=True, ATTENDS=True,
+    )  # fmt: skip
+
+
+def _counting(s: BenchShape) -> dict[str, int]:
+    """Constants of a merge at the end of a step, gates as by default."""
+    return dict(GATE=decode.SOFTMAX_GATES.value, GATES=s.heads_per_group, BRANCHES=3, COUNTS=True)
 
 
 def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
@@ -167,22 +183,25 @@ def _around(model: CompiledShape, keys_of_dkv: int) -> Iterator[CompileJob]:
     yield job(mix.mix_backward_kernel, dlse=None, HEADS=1, V=v.n, V1=v.main, V2=v.rest, BLOCK=mix.block_of(v.n))
 
 
-_ROWS = ("q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
+_ROWS = ("new_q", "new_k", "new_v", "q_weight", "k_weight", "phi_k", "phi_k2", "phi_v", "phi_v2", "tail_k", "tail_v",
+         "token_k", "token_v",
+         "q", "k", "v", "window_k", "window_v", "out", "dout", "dq", "dk", "dv", "mixed", "compressed", "selected",
          "sliding", "dmixed", "dcompressed", "dselected", "dsliding", "slot", "dq_other",
          "window_dk", "window_dv")  # fmt: skip
 _POINTERS = {
     **dict.fromkeys(
         ("lse", "delta", "dk_part", "dv_part", "part", "part_lse", "slot_lse", "scores", "gates", "dgates",
-         "window_dk_part", "window_dv_part"), "*fp32",
+         "window_dk_part", "window_dv_part", "cos", "sin"), "*fp32",
     ),
-    **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best"), "*i64"),
+    **dict.fromkeys(("position", "origin", "window_position", "window_origin", "best", "length",
+                    "done"), "*i64"),
     **dict.fromkeys(
         ("lo", "hi", "last", "begins", "idx", "seen_first", "seen_end", "pairs",
          "offsets", "piece_window", "piece_first", "reach", "ahead", "entries", "ranks", "counts", "before",
          "totals", "table", "window_table", "window_lo", "window_hi", "window_reach", "window_ahead",
-         "window_seen_first", "window_seen_end"), "*i32",
+         "window_seen_first", "window_seen_end", "tail_table", "token_table"), "*i32",
     ),
-    "scale": "fp32",
+    **dict.fromkeys(("scale", "eps", "temperature"), "fp32"),
 }  # fmt: skip
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa.bench.case import SHAPES, BenchShape
+from nsa.check.cases import KernelCase
 from nsa.check.comparison import SELECTION_LIMIT, CheckResult, blocks_error, bounded, relative_rms
+from nsa.check.decode_case import StepCase
 from nsa.check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
 from nsa.check.kernel_checks import LayerCase
 from nsa.core.positions import packed_layout, plain_layout
@@ -136,6 +138,12 @@ def _decode(dtype: torch.dtype) -> list[CheckResult]:
     ]
 
 
+def _step(dtype: torch.dtype) -> list[CheckResult]:
+    """A layer's new tokens, appended by the step itself; the second one ends a compressed block in both rows."""
+    case = StepCase(KernelCase(BASE.kernel, (PLAIN,)), dtype)
+    return case.compare(case.run("triton", CPU), CPU)
+
+
 def _mix(dtype: torch.dtype) -> list[CheckResult]:
     generator = torch.Generator().manual_seed(0)
     s = BASE
@@ -171,6 +179,7 @@ CASES: dict[str, Callable[[torch.dtype], list[CheckResult]]] = {
     "layer": lambda dtype: _layer(SHORT, dtype),
     "layer_plain": lambda dtype: _layer(PLAIN, dtype),
     "decode": _decode,
+    "step": _step,
     "mix": _mix,
 }
 """Cases by name: forward and backward where there is one."""

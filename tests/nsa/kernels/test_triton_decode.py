@@ -9,7 +9,7 @@ import torch
 from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
-from nsa.kernels.interface import CachedKeys, one_page_per_row
+from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS, BackendRequest
 from tests.backends import RUN_HERE
 from tests.nsa.kernels.grid_order import ORDERS, programs_run
@@ -60,10 +60,14 @@ class Step:
         return self.compressed, self.selected, self.window
 
     def decode(self, pages=one_page_per_row, window_pages=None):
-        places = (pages, pages, window_pages or pages)
-        streams = zip(places, self.keys, strict=True)
-        cached = (CachedKeys(place(k, v), pos, start) for place, (k, v, pos, start) in streams)
-        return decode.decode(self.q, *cached, geometry=self.g, scale=self.scale)
+        """The output of each branch, by gates that are 1 for it alone, and the chosen blocks."""
+        streams = zip((pages, pages, window_pages or pages), self.keys, strict=True)
+        cached = [CachedKeys(place(k, v), pos, start) for place, (k, v, pos, start) in streams]
+        sizes = dict(geometry=self.g, scale=self.scale, merged=False)
+        parts = decode.attend_parts(self.q, *cached, **sizes)
+        view = CacheView(cached[1].pages, *cached, cached[1].pos_B1, cached[1].pos_B1)
+        alone = [gates.expand(*self.q.shape[:4], 3) for gates in torch.eye(3)]
+        return [decode.merge(self.q, parts, gates, view, **sizes) for gates in alone], parts.idx_B1GN
 
     def exact(self):
         """The reference's branches and choice, in fp64."""
@@ -272,15 +276,18 @@ def test_the_host_looks_at_shapes_only_and_copies_no_key(monkeypatch):
             CachedKeys(one_page_per_row(k_slots[:, :n], v_slots[:, :n]), pos, pos)
             for n in (TINY.n_compressed(2000), 2000, TINY.w)
         )
+        gates = torch.empty(2, 1, 4, 16, 3)
+    view = CacheView(selected.pages, compressed, selected, window, pos, pos)
+    decoder = decode.TritonDecoder(view, heads_per_group=16, means=False, geometry=TINY, scale=1.0)
     with Operations():
-        outputs, idx = decode.decode(q, compressed, selected, window, geometry=TINY, scale=1.0)
-    assert len(launches) == len(kernels) == 4
-    assert operations <= {"new_empty", "select"}
+        out, idx = decoder.attend(q, gates)
+    assert len(launches) == 4
+    assert operations <= {"new_empty", "select", "view"}
     assert all(isinstance(n, int) and n > 0 for grid, _, _ in launches for n in grid)
     passed = [x for _, args, _ in launches for x in args if isinstance(x, torch.Tensor)]
     every = [x for keys in (compressed, selected, window) for x in (*keys.pages, keys.pos_B1, keys.start_B1)]
     assert all(any(x is y for y in passed) for x in every)
-    assert [tuple(out.shape) for out in outputs] == [(2, 1, 4, 16, 128)] * 3
+    assert tuple(out.shape) == (2, 1, 4, 16, 128)
     assert (tuple(idx.shape), idx.dtype) == ((2, 1, 4, TINY.n_sel), torch.int32)
 
 
@@ -307,7 +314,9 @@ def test_a_merged_step_is_one_softmax_over_blocks_before_the_window_and_the_wind
     tokens = CachedKeys(place(keys, values), pos, start)
     k_cmp, _, _, first = step.compressed
     entries = CachedKeys(one_page_per_row(k_cmp, k_cmp[..., :0]), pos, first)
-    (got,), blocks = decode.decode(step.q, entries, tokens, tokens, geometry=TINY, scale=step.scale, merged=True)
+    view = CacheView(tokens.pages, entries, tokens, tokens, pos, pos)
+    sizes = dict(heads_per_group=heads, means=False, geometry=TINY, scale=step.scale)
+    got, blocks = decode.TritonDecoder(view, **sizes, merged=True).attend(step.q, None)
     options = dict(geometry=TINY, scale=step.scale)
     far = (pos - TINY.w).clamp(min=-1)
     want_blocks = REFERENCE.select(step.q, k_cmp, far, first, **options)

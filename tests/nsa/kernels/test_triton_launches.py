@@ -42,9 +42,10 @@ FORWARD = {"bounds": 1, "range_forward": 2, "select": 1, **dict.fromkeys(INDEX, 
 BACKWARD = {"mix_backward": 1, "range_dq": 2, "seen_by": 1, "range_dkv": 2, "add_parts": 1,
             "selected_backward": 1, "add_slots": 1, "add_pieces": 1}  # fmt: skip
 OF_EACH_SPAN = ("selected_forward", "merge_slots", "selected_backward", "add_slots", "add_pieces")
-MOST_TORCH_OPS_OF_DECODE = 160  # of a module: projections, RoPE, gates, and writing the cache
+TORCH_OPS_OF_DECODE = 5  # of a module: its projections
 BYTES_PER_CHOSEN_BLOCK = 64
-DECODE = {"decode_compressed": 1, "decode_score": 1, "decode_raw": 1, "decode_merge": 1, "mix_forward": 1}
+ATTEND = {"decode_compressed": 1, "decode_score": 1, "decode_raw": 1, "decode_merge": 1}
+DECODE = {"decode_append": 1, "decode_score": 1, "decode_raw": 1, "decode_merge": 1}
 
 
 class DeviceGuards:
@@ -229,10 +230,12 @@ def test_every_operator_launches_on_the_device_of_its_tensors():
     assert gpu.guards.current == [torch.device("cuda:0")]
 
 
-def fake_attention(heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> NSAAttention:
-    sizes = attention_args("seed", (heads, groups), dim=768, d_k=width, d_v=width)
+def fake_attention(
+    heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH, kind: str = "nsa", **options: object
+) -> NSAAttention:
+    sizes = attention_args("seed", (heads, groups), dim=768, d_k=width, d_v=width, **options)
     with torch.device("meta"):
-        module = NSAAttention(**sizes, kernels="triton")
+        module = NSAAttention(**sizes, kind=kind, kernels="triton")
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             setattr(part, name, nn.Parameter(torch.empty(parameter.shape, device=DEVICE, dtype=torch.bfloat16)))
@@ -252,32 +255,66 @@ def decoded(batch: int, room: int, heads: int = HEADS, groups: int = GROUPS, wid
     return gpu
 
 
+def stepped(batch: int, room: int, heads: int = HEADS, groups: int = GROUPS, width: int = WIDTH) -> FakeGpu:
+    """One new token per row of a whole module, of a cache for `room` tokens."""
+    with fake_tensors(), torch.no_grad():
+        attention = fake_attention(heads, groups, width, phi="softmax", qk_norm=True)
+        cache, x = attention.new_cache(batch, room), torch.empty(batch, 1, 768, dtype=torch.bfloat16, device=DEVICE)
+        gpu, where = FakeGpu(), attention.locate(x, cache=cache)
+        with gpu.run():
+            attention(x, cache=cache, where=where)
+    return gpu
+
+
 def test_launches_of_a_decoding_step():
-    """Five kernels, whatever the lengths, on the cache's device, and no torch operation."""
+    """Four kernels, whatever the lengths, on the cache's device, and no torch operation."""
     gpu = decoded(4, 1024)
-    assert dict(launch_counts(gpu.launches)) == DECODE
+    assert dict(launch_counts(gpu.launches)) == ATTEND
     assert gpu.torch_ops == 0
     assert set(gpu.devices) == {DEVICE}
 
 
-def test_a_decoding_step_of_a_module_reads_no_value():
-    """Projections, RoPE, the cache and attention: no value is read, nothing depends on values. RoPE's tables come from
-    the host here: a fake device keeps none."""
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(phi="softmax", kv="shared", qk_norm=True, gate="sigmoid", gate_per="group"),
+        dict(phi="weighted", kv="shared_keys", rotary_dim=32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["nsa", "global", "merged"])
+def test_a_decoding_step_of_a_module_reads_no_value(kind, options):
+    """Norms, RoPE, the cache, φ, gates and attention are in four kernels; no value is read, nothing depends on values,
+    and nothing is copied from or to the host. Positions are computed before, once for all layers."""
     with fake_tensors(), torch.no_grad():
-        attention = fake_attention()
+        attention = fake_attention(kind=kind, **options)
         cache, x = attention.new_cache(4, 1024), torch.empty(4, 1, 768, dtype=torch.bfloat16, device=DEVICE)
-        steps = [FakeGpu(), FakeGpu(), FakeGpu()]
-        for gpu in steps:
-            with gpu.run(host_too=True):
-                attention(x, cache=cache)
+        where, first, steps = attention.locate(x, cache=cache), FakeGpu(), [FakeGpu(), FakeGpu(), FakeGpu()]
+        for gpu in (first, *steps):  # the first one prepares a decoder
+            with gpu.run():
+                attention(x, cache=cache, where=where)
     assert [dict(launch_counts(gpu.launches)) for gpu in steps] == [DECODE] * 3
-    assert steps[1].torch_ops == steps[2].torch_ops <= MOST_TORCH_OPS_OF_DECODE
+    assert {gpu.torch_ops for gpu in steps} == {TORCH_OPS_OF_DECODE - (kind == "merged")}
     # The same addresses and sizes at every step, but for fresh results: fit to be captured once and replayed.
     scalars = [
         sorted((x.kernel, n, v) for x in gpu.launches for n, v in x.arguments.items() if isinstance(v, int | float))
-        for gpu in steps[1:]
+        for gpu in steps
     ]
-    assert scalars[0] == scalars[1]
+    assert scalars[0] == scalars[1] == scalars[2]
+
+
+def test_a_phi_with_maps_computes_an_entry_at_every_step():
+    """One launch more, and PyTorch's operations of φ: the same ones whether a block ends or not."""
+    with fake_tensors(), torch.no_grad():
+        attention = fake_attention(phi="mlp")
+        cache, x = attention.new_cache(4, 1024), torch.empty(4, 1, 768, dtype=torch.bfloat16, device=DEVICE)
+        where, steps = attention.locate(x, cache=cache), [FakeGpu(), FakeGpu(), FakeGpu()]
+        for gpu in steps:
+            with gpu.run(host_too=True):  # rotations after φ: a fake device keeps no table
+                attention(x, cache=cache, where=where)
+    assert [dict(launch_counts(gpu.launches)) for gpu in steps] == [DECODE | {"decode_compressed": 1}] * 3
+    assert steps[1].torch_ops == steps[2].torch_ops
 
 
 @pytest.mark.parametrize("length", [2**14, 2**16, 2**18, 2**20, 2**21, 2**22])

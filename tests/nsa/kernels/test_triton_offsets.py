@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tests.nsa.kernels.launch_recorder import RecordedLaunch
-from tests.nsa.kernels.test_triton_launches import GEOMETRY, AttentionLayer, FakeGpu, decoded, fake_tensors
+from tests.nsa.kernels.test_triton_launches import GEOMETRY, AttentionLayer, FakeGpu, decoded, fake_tensors, stepped
 from tests.nsa.kernels.ttir_bounds import IntegerBounds
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled")
@@ -23,7 +23,8 @@ BOUNDS = ("lo", "hi", "reach", "ahead", "window_lo", "window_hi", "window_reach"
 KEYS = dict.fromkeys((*BOUNDS, "last", "begins", "position", "origin"), LENGTH)
 QUERIES = dict.fromkeys(("seen_first", "seen_end", "window_seen_first", "window_seen_end"), LENGTH)
 LOADED = {
-    **KEYS, **QUERIES, "window_position": LENGTH, "window_origin": LENGTH, "idx": LENGTH // GEOMETRY.l_sel,
+    **KEYS, **QUERIES, "length": LENGTH,
+    "window_position": LENGTH, "window_origin": LENGTH, "idx": LENGTH // GEOMETRY.l_sel,
     "pairs": LENGTH * GEOMETRY.n_sel, "offsets": ENTRIES, "piece_first": ENTRIES // 1024 + 2**19, "piece_window": 2**19,
     "entries": 2**31 - 1, "ranks": 2**31 - 1, "counts": 2**31 - 1, "before": ENTRIES, "totals": ENTRIES,
     "best": 2**31 - 1,
@@ -48,7 +49,8 @@ def launches() -> dict[str, RecordedLaunch]:
         with gpu.run():
             layer.backward(layer.forward())
     by_kernel = {x.kernel: x for x in gpu.launches}
-    return by_kernel | {x.kernel: x for x in decoded(1, LENGTH, **sizes).launches}
+    decoding = decoded(1, LENGTH, **sizes).launches, stepped(1, LENGTH, **sizes).launches
+    return by_kernel | {x.kernel: x for launches in decoding for x in launches}
 
 
 def test_no_32_bit_product_overflows(launches):

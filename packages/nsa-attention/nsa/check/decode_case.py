@@ -1,10 +1,12 @@
-"""Decode steps of the self-check: a cache as the model keeps it, filled token by token, every step compared.
+"""Decode steps of the self-check: a cache as the model keeps it, filled token by token, every step compared; and steps
+of a whole layer.
 
 Slots that hold no token yet are NaN: reading one puts NaN into the output.
 
 B batch · G kv groups · R heads per group · K key dim · V value dim · N chosen blocks
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +17,14 @@ from torch import Tensor
 from nsa.check.cases import DECODE_STEPS, KernelCase
 from nsa.check.comparison import SELECTION_LIMIT, CheckResult, Results, blocks_error, bounded, relative_rms, tolerance
 from nsa.check.kernel_call import CPU, REFERENCE, plain_attention
+from nsa.core.nsa_attention import NSAAttention
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, KeyPages, TokenDecoder
-from nsa.kernels.registry import BACKENDS
+from nsa.kernels.registry import BACKENDS, backend_request
+
+_WIDTH = 64
+_BLOCKS = 8
+"""Compressed blocks of the longer row of a `StepCase`."""
 
 
 class _Stream(NamedTuple):
@@ -220,6 +227,51 @@ class MergedDecodeCase(DecodeCase):
         q, k, v = (x.to(device=device, dtype=dtype) for x in (self.q_steps[step - 1], k, v))
         out, _ = plain_attention(q, k, v, visible.to(device), scale=self.scale)
         return out
+
+
+class StepCase:
+    """Whole steps of a layer, from projections on: norm, rotation, append, φ and gates are in the decoder's kernels."""
+
+    name = "decode step"
+
+    def __init__(self, case: KernelCase, dtype: torch.dtype) -> None:
+        s, g, self.dtype = case.shape, case.shape.geometry, dtype
+        self.lengths, self.capacity = (g.l - 2, g.l - 2 + _BLOCKS * g.d), max(case.length, g.l + (_BLOCKS + 1) * g.d)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.layer = NSAAttention(
+                _WIDTH, s.n_kv_groups * s.heads_per_group, s.n_kv_groups, s.d_k, s.d_v, *g.ints, kv="per_branch",
+                phi="softmax", qk_norm=True, sliding_gate_init=0.0,
+            ).requires_grad_(False)  # fmt: skip
+            self.x = torch.randn(len(self.lengths), max(self.lengths) + DECODE_STEPS, _WIDTH)
+
+    def run(self, backend: str, device: torch.device) -> Results:
+        return self._outputs(backend, device, self.dtype)
+
+    def compare(self, got: Results, device: torch.device) -> list[CheckResult]:
+        want = self._outputs("reference", CPU, torch.float32)
+        plain = self._outputs("portable", device, self.dtype)
+        return [
+            bounded(
+                f"{self.name} {name}", relative_rms(got[name], exact),
+                tolerance(self.dtype, relative_rms(plain[name], exact)),
+            )
+            for name, exact in want.items()
+        ]  # fmt: skip
+
+    def _outputs(self, backend: str, device: torch.device, dtype: torch.dtype) -> Results:
+        layer, lengths = copy.deepcopy(self.layer).to(self.dtype).to(device, dtype), torch.tensor(self.lengths)
+        layer.kernels = backend_request("portable")  # for the prompt
+        x, cache = self.x.to(self.dtype), layer.new_cache(len(lengths), self.capacity)
+        outs: Results = {}
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            prompt = x[:, : max(self.lengths)].to(device, dtype)
+            layer(prompt, cache=cache, new_lens_B=lengths.to(device))
+            layer.kernels = backend_request(backend)
+            for step in range(DECODE_STEPS):
+                token = x[torch.arange(len(lengths)), lengths + step][:, None]
+                outs[f"out, step {step + 1}"] = layer(token.to(device, dtype), cache=cache)
+        return outs
 
 
 def _put(pages: KeyPages, row: int, entries: Tensor, stream: _Stream, tokens: Tensor) -> None:

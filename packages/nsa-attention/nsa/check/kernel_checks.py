@@ -31,7 +31,7 @@ from nsa.check.comparison import (
     differing,
     poisoned_memory,
 )
-from nsa.check.decode_case import DecodeCase, MergedDecodeCase
+from nsa.check.decode_case import DecodeCase, MergedDecodeCase, StepCase
 from nsa.check.kernel_call import ALL_NAMES, CPU, NAMES, KernelCall
 from nsa.child_process import answer_parent
 from nsa.core.positions import plain_layout
@@ -81,7 +81,7 @@ def parts(
         mix = _MixCase(case, dtype, n_gates, gate_dtype)
         name = f"mix, {n_gates} gates per group in {str(gate_dtype).removeprefix('torch.')}"
         yield _CheckedPart(name, partial(mix.run, BACKENDS[backend].mix, device), partial(mix.compare, name, device))
-    for decode in (DecodeCase(case, dtype), MergedDecodeCase(case, dtype)):
+    for decode in (DecodeCase(case, dtype), MergedDecodeCase(case, dtype), StepCase(case, dtype)):
         yield _CheckedPart(decode.name, partial(decode.run, backend, device), partial(decode.compare, device=device))
 
 

@@ -102,8 +102,8 @@ class BranchGates(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, G, R or 1, 3], fp32, branches in BRANCH_ORDER."""
         logits = self.proj(x_BSD).unflatten(-1, (self.n_groups, self.gates_per_group, self.n_branches))
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
-        gates = self._weights(logits)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        gates = self._weights(logits if self.temperature == 1 else logits / self.temperature)
         missing = len(BRANCH_ORDER) - self.n_branches
         return nn.functional.pad(gates, (0, missing)) if missing else gates
 

@@ -61,6 +61,10 @@ class BlockCompressor(nn.Module):
         parameter = self.own(getattr(self, name))
         return parameter if dtype is None else parameter.to(dtype)
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(self.weight(name) for name in self.operator.parameters(self.l, self.width))
+
     def blocks(self, of_tokens: Tensor, begin_BC: Tensor) -> Tensor:
         """Values of tokens, by block."""
         return _blocks(of_tokens, begin_BC, self.l, self.d)

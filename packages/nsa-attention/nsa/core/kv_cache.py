@@ -22,7 +22,7 @@ from nsa.core.cache_pages import CacheSlots, ExclusiveUse, KeySlots, PageCopies,
 from nsa.errors import ConfigError
 from nsa.geometry import Geometry
 from nsa.kernels.custom_operator import custom_operator
-from nsa.kernels.interface import CachedKeys, CacheView, TokenDecoder
+from nsa.kernels.interface import CachedKeys, CacheView, NewToken, TokenDecoder, TokenForm
 
 Compress = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _MakeDecoder = Callable[..., TokenDecoder]
@@ -143,7 +143,7 @@ class LayerCache:
         if n_new == 1 and new_lens_B is None and decoder is not None and decoder.append is not None:
             self._check_room(n_new, None)
             if decoder.append(new):
-                self._emit_compressed(compress)
+                self._emit_compressed(compress, self.length_B)
             if self.rewind:
                 self._append_past(new, self._pos_B1, self.length_B[:, None])
             return self._newest  # for their sizes: the decoder reads the pages
@@ -152,6 +152,19 @@ class LayerCache:
         pos_BS = self.positions(n_new)
         end_B1 = (self.length_B + (n_new if new_lens_B is None else new_lens_B))[:, None]
         return self._append_new(new, pos_BS, end_B1, compress, decoder)
+
+    def step(
+        self, decoder: TokenDecoder, token: NewToken, form: TokenForm, compress: Compress
+    ) -> tuple[Tensor, Tensor]:
+        """`TokenDecoder.step`, for a caller that holds `exclusive`: append a token per row and attend."""
+        assert decoder.step is not None
+        self.count_token()
+        emit = None if form.pooling else lambda: self._emit_compressed(compress, self.length_B + 1)
+        return decoder.step(token, form, emit)
+
+    def count_token(self) -> None:
+        """Count one more token per row on the host: refused, with nothing changed, if there is no room."""
+        self._check_room(1, None)
 
     def _append_new(
         self, new: BranchStreams, pos_BS: Tensor, end_B1: Tensor, compress: Compress, decoder: TokenDecoder | None
@@ -189,11 +202,12 @@ class LayerCache:
             if made_for == sizes:
                 return decoder
         zero_B1 = torch.zeros_like(self._pos_B1)
+        pages = self.selected.pages()
         remembered = CacheView(
-            self.tail.pages(),
+            pages if self.shared[1] else self.tail.pages(),
             CachedKeys(self.compressed.pages(), self._pos_B1, zero_B1 + self._first_entry),
-            CachedKeys(self.selected.pages(), self._pos_B1, zero_B1),
-            CachedKeys(self.window.pages(), self._window_pos_B1, zero_B1),
+            CachedKeys(pages, self._pos_B1, zero_B1),
+            CachedKeys(pages if self.shared[0] else self.window.pages(), self._window_pos_B1, zero_B1),
             self.length_B,
             self.n_compressed_B,
         )
@@ -349,11 +363,11 @@ class LayerCache:
         if not self.shared[1]:
             self.tail.write_ring(pos_BS, end_B1, (k, v))
 
-    def _emit_compressed(self, compress: Compress) -> None:
-        """The entries of blocks that end with the newest token, for the rows where one does."""
+    def _emit_compressed(self, compress: Compress, length_B: Tensor) -> None:
+        """The entries of blocks that end with the newest of `length` tokens, for the rows where one does."""
         g, zero_B1 = self.geometry, self._newest[0].start_BS
-        raw_k, raw_v = self.tail.last(g.l, self.length_B)
-        block_pos_B1 = self.length_B[:, None] - g.l
+        raw_k, raw_v = self.tail.last(g.l, length_B)
+        block_pos_B1 = length_B[:, None] - g.l
         block_B1 = block_pos_B1 // g.d
         complete_B1 = (block_pos_B1 >= 0) & (block_B1 * g.d == block_pos_B1)
         entries = compress(raw_k, raw_v, zero_B1, block_pos_B1)

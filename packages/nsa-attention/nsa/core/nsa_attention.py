@@ -24,7 +24,7 @@ from nsa.core.rope import RotaryEmbedding, Tables, rotate
 from nsa.core.selector_loss_sampling import LossLabels, attach_loss, with_sampled_queries
 from nsa.errors import ConfigError
 from nsa.geometry import CoarseLevel
-from nsa.kernels.interface import KernelShape, TokenDecoder
+from nsa.kernels.interface import KernelShape, NewToken, TokenDecoder, TokenForm
 from nsa.kernels.registry import BackendRequest, KernelPlan, RequestedKernels, backend_request
 from nsa.options import AttentionKind
 
@@ -88,6 +88,11 @@ class NSAAttention(nn.Module):
             self.phi_v = BlockCompressor.of_config(c, c.d_v)
             self.gates = BranchGates(c.dim, c.n_kv_groups, shape.heads_per_group, c.gate, len(self.branches))
         self.w_out = nn.Linear(c.n_heads * c.d_v, c.dim, bias=c.out_bias)
+        self._norm_eps, phi, gates = norm.eps, c.compression, self.gates
+        self._token_form = TokenForm(
+            key_streams, value_streams, phi.phi if phi.operator.sums else None, phi.rotated == "after",
+            *(None, 0, 1.0) if gates is None else (gates.kind, gates.n_branches, gates.temperature),
+        )  # fmt: skip
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -168,6 +173,9 @@ class NSAAttention(nn.Module):
             # torch.compile cannot trace a lock.
             with torch.no_grad(), nullcontext() if torch.compiler.is_compiling() else cache.exclusive:
                 where = where or self.locate(x_BSD, cache=cache, **places)
+                whole = new_lens_B is None and where.padding is None
+                if whole and (decoder := self._stepping_decoder(x_BSD, cache)) is not None:
+                    return self.w_out(self._step(x_BSD, cache, where, decoder).flatten(2))
                 x_BSD, q_BSGRK, streams, gates, new_lens_B = self._project_rows(x_BSD, where, cache, new_lens_B)
                 attend, keys = self.append(q_BSGRK, streams, cache, new_lens_B)
                 mixed_BSGRV, blocks = attend(q_BSGRK, gates)[:2]
@@ -222,12 +230,15 @@ class NSAAttention(nn.Module):
             new_lens_B = padding.lengths_for(cache, new_lens_B)
         q_BSGRK, streams = self.project(x_BSD, where.tables)
         if cache is not None:
-            if where.layout is not None:
-                raise ConfigError(
-                    "`where` has a layout and a cache is given, which has its own. Pass locate(x, cache=cache)."
-                )
+            self._require_cached(where)
             q_BSGRK = q_BSGRK if q_BSGRK.dtype == cache.dtype else self._in_dtype_of(cache, q_BSGRK, x_BSD)
         return x_BSD, q_BSGRK, streams, None if self.gates is None else self.gates(x_BSD), new_lens_B
+
+    def _require_cached(self, where: Positions) -> None:
+        if where.layout is not None:
+            raise ConfigError(
+                "`where` has a layout and a cache is given, which has its own. Pass locate(x, cache=cache)."
+            )
 
     def _project_back(self, mixed_BSGRV: Tensor, where: Positions) -> Tensor:
         out_BSD = self.w_out(mixed_BSGRV.flatten(2))
@@ -329,15 +340,19 @@ class NSAAttention(nn.Module):
                 f"{self.dim}]. Pass hidden states of that width, or make the layer with their width as dim."
             )
 
-    def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
+    def _require_input(self, x_BSD: Tensor, tables: Tables) -> None:
+        """Refuse hidden states of another width, and tables of other tokens."""
         self.require_width(x_BSD)
-        heads = (self.n_kv_groups, -1)
         needed = (*x_BSD.shape[:2], self.rotary.rotary_dim // 2)
         if tables[0].shape != needed:
             raise ConfigError(
                 f"`where` rotates {list(tables[0].shape)} and the input needs {list(needed)}: these are the positions "
                 f"of other tokens or of a layer with other RoPE. Pass what this module's locate gives for this input."
             )
+
+    def project(self, x_BSD: Tensor, tables: Tables) -> tuple[Tensor, BranchStreams]:
+        self._require_input(x_BSD, tables)
+        heads = (self.n_kv_groups, -1)
         q_BSGRK = self._normed_heads(self.w_q(x_BSD), self.q_norm)
         k_BSGbK = self._project_keys(x_BSD)
         v_BSGbV = self.w_v(x_BSD).unflatten(-1, (*heads, self.d_v))
@@ -345,12 +360,15 @@ class NSAAttention(nn.Module):
 
     def _streams(self, k_BSGbK: Tensor, v_BSGbV: Tensor, tables: Tables) -> BranchStreams:
         """Keys and values by branch, rotated. A branch that the layer lacks repeats those of the one before it."""
-        (k_cmp, *raw_keys), (v_cmp, *values) = k_BSGbK.unbind(-2), v_BSGbV.unbind(-2)
-        rotated = [rotate(k, tables) for k in raw_keys or [k_cmp]]
-        if self.rope_compressed == "before":
-            k_cmp = rotate(k_cmp, tables) if raw_keys else rotated[0]
-        values = values or [v_cmp]
-        return BranchStreams(k_cmp, v_cmp, rotated[0], values[0], rotated[-1], values[-1])
+        v_cmp, *values = v_BSGbV.unbind(-2)
+        if self.rope_compressed == "before" or k_BSGbK.shape[-2] == 1:
+            k_cmp, *raw_keys = rotate(k_BSGbK, tables).unbind(-2)  # all at once: rotating is many small operations
+        else:
+            k_cmp, *raw_keys = k_BSGbK[..., 0, :], *rotate(k_BSGbK[..., 1:, :], tables).unbind(-2)
+        raw_keys, values = raw_keys or [k_cmp], values or [v_cmp]
+        if self.rope_compressed == "after":
+            k_cmp = k_BSGbK[..., 0, :]
+        return BranchStreams(k_cmp, v_cmp, raw_keys[0], values[0], raw_keys[-1], values[-1])
 
     def _project_keys(self, x_BSD: Tensor) -> Tensor:
         """Not rotated yet; b: one per branch, or one for all."""
@@ -444,9 +462,9 @@ class NSAAttention(nn.Module):
             )
         return q_BSGRK.to(cache.dtype)
 
-    def _decoder(self, cache: LayerCache, q_BSGRK: Tensor) -> TokenDecoder | None:
+    def _decoder(self, cache: LayerCache, new_BSx: Tensor) -> TokenDecoder | None:
         """A backend's fused step for one new token per row, of one level; torch.compile cannot trace it."""
-        if q_BSGRK.shape[1] > 1 or self.coarse is not None or torch.compiler.is_compiling():
+        if new_BSx.shape[1] > 1 or self.coarse is not None or torch.compiler.is_compiling():
             return None
         prepared_for, decoder = cache.prepared
         if prepared_for is not self:
@@ -459,6 +477,29 @@ class NSAAttention(nn.Module):
                 )
             cache.prepared = self, decoder
         return decoder
+
+    def _stepping_decoder(self, x_BSD: Tensor, cache: LayerCache) -> TokenDecoder | None:
+        """The decoder, if its `step` can take the projections of one new token per row as they are."""
+        decoder = self._decoder(cache, x_BSD)
+        if decoder is None or decoder.step is None or cache.rewind:
+            return None
+        if self.probe is not None or x_BSD.dtype != cache.dtype or torch.is_autocast_enabled(x_BSD.device.type):
+            return None
+        return decoder
+
+    def _step(self, x_B1D: Tensor, cache: LayerCache, where: Positions, decoder: TokenDecoder) -> Tensor:
+        """Append one new token per row and attend: [B, 1, G, R, V]."""
+        self._require_cached(where)
+        self._require_input(x_B1D, where.tables)
+        q, k, q_norm, k_norm = self.w_q(x_B1D), self.w_k(x_B1D), self.q_norm, self.k_norm
+        if self.qk_norm_per == "layer" and q_norm is not None and k_norm is not None:
+            q, k, q_norm, k_norm = _normed(q_norm, q), _normed(k_norm, k), None, None
+        token = NewToken(
+            q, k, self.w_v(x_B1D), None if self.gates is None else self.gates.proj(x_B1D), *where.tables,
+            None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight, self._norm_eps,
+            self.phi_k.weights, () if self.phi_v is None else self.phi_v.weights,
+        )  # fmt: skip
+        return cache.step(decoder, token, self._token_form, self.compress)[0]
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:

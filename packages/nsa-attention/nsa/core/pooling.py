@@ -43,7 +43,9 @@ class PoolingOperator:
     flops: Callable[[int, int], int] = lambda l, width: 0
     """Multiply-adds count two; sums without weights count nothing."""
     is_mean: bool = False
-    """Fused decoding steps pool so by themselves."""
+    """The C++ decoding step pools so by itself."""
+    sums: bool = False
+    """An entry is a sum of its block's tokens, each with one weight: fused decoding steps know how to compute it."""
     needs_unrotated_keys: bool = False
     """The entry depends on the channels of each key, which does not commute with their rotation."""
     takes_pos_emb: bool = False
@@ -103,11 +105,12 @@ def _mlp_parameters(l: int, width: int) -> dict[str, PoolingParameter]:
 
 
 OPERATORS: dict[str, PoolingOperator] = {
-    "avg": PoolingOperator(pool=_mean, is_mean=True, starts_near_mean=True),
+    "avg": PoolingOperator(pool=_mean, is_mean=True, sums=True, starts_near_mean=True),
     "weighted": PoolingOperator(
         pool=_weighted,
         parameters=lambda l, width: {"w_place": PoolingParameter((l,), lambda w: w.fill_(1 / l), decays=False)},
         flops=lambda l, width: 2 * l * width,
+        sums=True,
         starts_near_mean=True,
     ),
     "softmax": PoolingOperator(  # close to the mean at its start, while keys are small
@@ -118,6 +121,7 @@ OPERATORS: dict[str, PoolingOperator] = {
         },
         flops=lambda l, width: 3 * 2 * l * width,  # two products of the score, then the sum
         needs_unrotated_keys=True,
+        sums=True,
         starts_near_mean=True,
         scores_tokens=True,
     ),

@@ -229,7 +229,8 @@ def locate(
     layout, limit = None, batch * length
     dtype = torch.promote_types(x_BSD.dtype, torch.float32)  # in which keys and queries are rotated
     if cache is not None:
-        pos_BS, limit = cache.positions(length), cache.max_len + length  # padding may stand past the end
+        pos_BS = cache.length_B[:, None] if length == 1 else cache.positions(length)
+        limit = cache.max_len + length  # padding may stand past the end
     elif cu_doc_lens is not None:
         layout = packed_layout(torch.as_tensor(cu_doc_lens, device=x_BSD.device), batch * length, geometry)
         pos_BS = layout.pos_BS

@@ -35,7 +35,8 @@ class RotaryEmbedding:
         self.attention_factor = _yarn_attention_factor(self.scaling) if self.scaling["rope_type"] == "yarn" else 1.0
         self.key = (self.rotary_dim, self.base, self.scale, rope.angles, *sorted(self.scaling.items()))
         """Equal for rotations that have equal tables."""
-        self._device_tables: dict[torch.device, Tables] = {}
+        self._device_tables: dict[torch.device, Tensor] = {}
+        self._device_frequencies: dict[torch.device, Tensor] = {}
 
     def tables(self, pos_BS: Tensor, dtype: torch.dtype = torch.float64, limit: int | None = None) -> Tables:
         """Cosines and sines in `dtype`, rounded once from that of the angles. `limit`: if known, what every position
@@ -51,7 +52,7 @@ class RotaryEmbedding:
         if device.type == "cpu" or dtype == torch.float64 or torch.compiler.is_compiling():
             return self._computed(pos_BS, dtype)
         if limit is not None:
-            cos, sin = (F.embedding(pos_BS, table).to(dtype) for table in self._device_table(limit, device))
+            cos, sin = F.embedding(pos_BS, self._device_table(limit, device)).to(dtype).chunk(2, -1)
             return cos, sin
         if widest_float(device) != torch.float64:
             cos, sin = self._computed(pos_BS.cpu(), dtype)
@@ -60,21 +61,35 @@ class RotaryEmbedding:
 
     def _computed(self, pos_BS: Tensor, dtype: torch.dtype) -> Tables:
         # In fp64: at position 1,000,000 an fp32 angle is off by up to 0.06 rad in the fastest pair.
-        angle_BSF = (pos_BS.to(self.dtype) / self.scale)[..., None] * self.frequencies(pos_BS.device)
+        pos_BS = pos_BS.to(self.dtype)
+        if self.scale != 1:
+            pos_BS = pos_BS / self.scale
+        angle_BSF = pos_BS[..., None] * self._known_frequencies(pos_BS.device)
         cos, sin = angle_BSF.cos(), angle_BSF.sin()
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos.to(dtype), sin.to(dtype)
 
-    def _device_table(self, limit: int, device: torch.device) -> Tables:
-        """[positions, F] in fp32 for at least `limit` positions."""
+    def _known_frequencies(self, device: torch.device) -> Tensor:
+        """`frequencies`, computed once per device."""
+        if torch.compiler.is_compiling():
+            return self.frequencies(device)
+        known = self._device_frequencies.get(device)
+        if known is None:
+            with torch.inference_mode(False):  # what is kept must serve training too
+                known = self.frequencies(device)
+            if type(known) is Tensor:  # not the stand-ins of a tracer
+                self._device_frequencies[device] = known
+        return known
+
+    def _device_table(self, limit: int, device: torch.device) -> Tensor:
+        """Cosines and sines in fp32 for at least `limit` positions: [positions, 2 F], so that one lookup gives both."""
         table = self._device_tables.get(device)
-        if table is None or table[0].shape[0] < limit:
+        if table is None or table.shape[0] < limit:
             with torch.inference_mode(False):  # what is kept must serve training too
                 pos_S = torch.arange(1 << (limit - 1).bit_length(), device="cpu")
-                cos, sin = self._computed(pos_S, torch.float32)
-                table = cos.to(device, non_blocking=True), sin.to(device, non_blocking=True)
-            if type(table[0]) is Tensor:  # not the stand-ins of a tracer
+                table = torch.cat(self._computed(pos_S, torch.float32), -1).to(device, non_blocking=True)
+            if type(table) is Tensor:  # not the stand-ins of a tracer
                 self._device_tables[device] = table
         return table
 

@@ -228,6 +228,44 @@ class CacheView(NamedTuple):
     n_compressed_B: Tensor
 
 
+class TokenForm(NamedTuple):
+    """What `TokenDecoder.step` does with the projections of a layer's new token."""
+
+    key_streams: int
+    """Keys that a group's projection has: one per branch, or one for all."""
+    value_streams: int
+    pooling: str | None
+    """φ, if it is a sum of a block's tokens (`PoolingOperator.sums`): then the decoder emits entries."""
+    turns_entries: bool
+    """Compressed keys are rotated after φ."""
+    gate: str | None
+    """Kind of the gates, as in `nsa.core.branches.BranchGates`; None: there are none."""
+    branches: int
+    """Those that have a gate."""
+    temperature: float
+
+
+class NewToken(NamedTuple):
+    """Projections of one new token per row, [B, 1, …], as the linear layers return them, and the layer's weights that
+    are applied before attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Tensor | None
+    """Logits."""
+    cos: Tensor
+    """[B, 1, pairs that are rotated], in fp32."""
+    sin: Tensor
+    q_norm: Tensor | None
+    """Weight of RMSNorm over each head; None: there is none, or it was applied."""
+    k_norm: Tensor | None
+    eps: float
+    phi_k: tuple[Tensor, ...]
+    """Weights of φ of the keys, [G, …] each, in the order of its parameters."""
+    phi_v: tuple[Tensor, ...]
+
+
 class TokenDecoder(Protocol):
     """Decodes one new token per row over a KV cache, all branches at once, without gradients.
 
@@ -242,6 +280,13 @@ class TokenDecoder(Protocol):
         V]), advances lengths and positions; true if a row now ends a compressed block that the cache has to emit.
         Raises for tokens of another shape or device, and for rows without room. None: the cache appends by itself.
         """
+
+    @property
+    def step(self) -> Callable[[NewToken, TokenForm, Callable[[], None] | None], tuple[Tensor, Tensor]] | None:
+        """Norm, rotate and append one new token per row, emit the compressed entries that end with it, advance lengths
+        and positions, and `attend`: the result is that of `attend`. The third argument emits entries if the decoder
+        does not; it is called at every step, while the token is not counted in the lengths yet. Nothing is checked,
+        and the host reads no value. None: there is no such step."""
 
     def attend(self, q_B1GRK: Tensor, gates_B1GR3: Tensor | None) -> tuple[Tensor, Tensor]:
         """The three branches mixed by the gates, [B, 1, G, R, V], and the chosen blocks, [B, 1, G, N]. A decoder of

@@ -175,6 +175,8 @@ class CpuDecoder:
     merged: one softmax over selected blocks and window, whose compressed keys have no values, without gates.
     """
 
+    step = None
+
     def __init__(
         self,
         cache: CacheView,

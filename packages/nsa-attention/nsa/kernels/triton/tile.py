@@ -24,6 +24,7 @@ VARYING = (
     "n_compressed", "n_span", "first_query", "first_place", "steps", "more", "position", "origin", "window_position",
     "window_origin", "position_b", "position_s", "origin_b", "origin_s", "window_position_b", "window_position_s",
     "window_origin_b", "window_origin_s", "n_window_rows", "n_window_parts", "table_b", "window_table_b",
+    "tail_table_b", "token_table_b", "n_tail_keys", "n_token_keys", "gates_b",
 )  # fmt: skip
 """Arguments of kernels that vary from batch to batch. The compiler assumes nothing of them (neither 1 nor a multiple of
 16), or each new length would be compiled again. Addresses and strides of rows are not among them: loads are vectorized
