@@ -162,8 +162,14 @@ class LayerCache:
         emit = None if form.pooling else lambda: self._emit_compressed(compress, self.length_B + 1)
         return decoder.step(token, form, emit)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next token is known to fit, without reading lengths or handing out pages."""
+        return self._headroom > 0 and self._longest < self.max_len
+
     def count_token(self) -> None:
-        """Count one more token per row on the host: refused, with nothing changed, if there is no room."""
+        """Count one more token per row on the host: refused, with nothing changed, if there is no room. `step` does it;
+        a replayed step leaves it to its caller."""
         self._check_room(1, None)
 
     def _append_new(

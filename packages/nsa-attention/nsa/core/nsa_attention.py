@@ -478,6 +478,11 @@ class NSAAttention(nn.Module):
             cache.prepared = self, decoder
         return decoder
 
+    def repeats_steps(self, x_BSD: Tensor, cache: LayerCache) -> bool:
+        """Whether the pass of this one new token per row is the same sequence of launches on the same memory as that
+        of the token before, whatever the rows' lengths, so that a CUDA graph of it may be replayed."""
+        return self._stepping_decoder(x_BSD, cache) is not None and cache.has_room
+
     def _stepping_decoder(self, x_BSD: Tensor, cache: LayerCache) -> TokenDecoder | None:
         """The decoder, if its `step` can take the projections of one new token per row as they are."""
         decoder = self._decoder(cache, x_BSD)

@@ -7,7 +7,9 @@ layers. The attention never calls `Cache.update`: the model takes each layer's `
 B batch · S columns of one forward pass
 """
 
-from typing import Any, ClassVar, NoReturn
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,9 +20,43 @@ from nsa.core.nsa_attention import NSAAttention
 from nsa.errors import ConfigError
 from nsa.hf.configuration import LAYER_TYPE
 
+_log = logging.getLogger(__name__)
+GRAPH_DEVICES = ("cuda",)
 _SHORTEST_REWIND = 64
 _LONGEST_REWIND = 1024  # of the columns of one forward pass, the prompt's included, that can be cropped afterwards
 _SPARE_TOKENS = 64
+
+
+class TokenGraph:
+    """The pass of one new token per row as a CUDA graph: captured once, replayed for every later token.
+
+    Kernels read lengths from the caches' own tensors, which each pass advances; on the host tokens are counted here.
+    run: hidden states to hidden states, over these caches.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], x_B1D: Tensor, caches: Sequence[LayerCache]) -> None:
+        self._caches, self._graph = list(caches), torch.cuda.CUDAGraph()
+        with torch.inference_mode(False):  # later passes may not be in that mode
+            self._x_B1D = torch.empty_like(x_B1D)
+        self._counted = True  # by `run`, which is captured for the first token to be replayed
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._out_B1D = run(self._x_B1D)
+
+    def fits(self, x_B1D: Tensor, caches: Sequence[LayerCache]) -> bool:
+        """Whether it was captured for such a token over these very caches."""
+        same = all(mine is theirs for mine, theirs in zip(self._caches, caches, strict=True))
+        return same and (x_B1D.shape, x_B1D.dtype, x_B1D.device) == (
+            self._x_B1D.shape, self._x_B1D.dtype, self._x_B1D.device,
+        )  # fmt: skip
+
+    def replay(self, x_B1D: Tensor) -> Tensor:
+        if not self._counted:
+            for cache in self._caches:
+                cache.count_token()
+        self._counted = False
+        self._x_B1D.copy_(x_B1D)
+        self._graph.replay()
+        return self._out_B1D.clone()
 
 
 class NSACacheLayer(CacheLayerMixin):
@@ -42,6 +78,8 @@ class NSACacheLayer(CacheLayerMixin):
         self._reserved = 0
         self._columns = 0
         self._padding: list[tuple[int, Tensor]] = []  # first column and real_BS of each forward pass with padding
+        self._graph: TokenGraph | None = None
+        self._capture: Literal["later", "next", "never"] = "later"
 
     def reserve(self, max_len: int) -> None:
         """Set how many tokens will be needed, if known: an allocation takes as many at least."""
@@ -60,6 +98,31 @@ class NSACacheLayer(CacheLayerMixin):
             enough = needed <= self._cache.max_len
             self._cache = self._cache.grown(0 if enough else self._grown_length(needed), rewind)
         return self._cache
+
+    def run_token(
+        self, run: Callable[[Tensor], Tensor], x_B1D: Tensor, caches: Sequence[LayerCache], repeats: Callable[[], bool]
+    ) -> Tensor:
+        """Run one new token per row through all layers: as written for the first token after a prompt, which compiles
+        the kernels; then, if its pass `repeats`, from a CUDA graph."""
+        if self._graph is not None:
+            if self._graph.fits(x_B1D, caches):
+                return self._graph.replay(x_B1D)
+            self.forget_graph()
+        if self._capture == "later" or (self._capture == "next" and not repeats()):
+            self._capture = "next"
+        elif self._capture == "next":
+            try:
+                self._graph = TokenGraph(run, x_B1D, caches)
+            except RuntimeError as error:  # of CUDA
+                _log.warning("decoding is slower than it could be: no CUDA graph of a token could be made (%s)", error)
+                self._capture = "never"
+            else:
+                return self._graph.replay(x_B1D)
+        return run(x_B1D)
+
+    def forget_graph(self) -> None:
+        """Capture anew after the next token: weights and modules may be others from one prompt to the next."""
+        self._graph, self._capture = None, "later"
 
     def _grown_length(self, needed: int) -> int:
         return max(self._reserved, needed + needed // 4 + _SPARE_TOKENS)

@@ -7,6 +7,7 @@ B batch · S tokens · D model dim
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from nsa.core.model_layers import embedded
 from nsa.core.positions import checked_position_ids, padding_of
 from nsa.core.selector_loss_sampling import LossLabels, average_over_layers
 from nsa.errors import ConfigError
-from nsa.hf.cache import OFFLOADING_REFUSED, NSACacheLayer, cache_layers
+from nsa.hf.cache import GRAPH_DEVICES, OFFLOADING_REFUSED, NSACacheLayer, cache_layers
 from nsa.hf.configuration import NSAConfig
 from nsa.model.llama_block_nsa import LlamaBlockNSA
 from nsa.model.loss import IGNORE, require_labels
@@ -140,15 +141,16 @@ class NSAModel(NSAPreTrainedModel):
         # torch.compile cannot trace a lock.
         one_thread = nullcontext() if caches[0] is None or torch.compiler.is_compiling() else caches[0].exclusive
         with one_thread, nullcontext() if layers is None else torch.no_grad():
-            x_BSD = run_blocks(
-                x_BSD,
-                blocks,
-                caches,
+            run = partial(
+                run_blocks,
+                blocks=blocks,
+                caches=caches,
                 cu_doc_lens=cu_seq_lens_q,
                 attention_mask=None if padding is None else attention_mask,
                 hidden=hidden,
                 labels=loss_labels,
             )
+            x_BSD = run(x_BSD) if layers is None else self._run_cached(run, x_BSD, layers, caches, padding is None)
             for layer in layers or ():
                 layer.advance(length, real_BS)
             x_BSD = self.norm(x_BSD)
@@ -157,6 +159,27 @@ class NSAModel(NSAPreTrainedModel):
             past_key_values=past_key_values,
             hidden_states=None if hidden is None else (*hidden[:-1], x_BSD),  # the last one after the norm
         )
+
+    def _run_cached(
+        self, run: "partial[Tensor]", x_BSD: Tensor, layers: list[NSACacheLayer], caches: list[Any], whole: bool
+    ) -> Tensor:
+        """Run the blocks; on a GPU one token after another from a CUDA graph. whole: there is no padding."""
+        if x_BSD.shape[1] > 1:
+            layers[0].forget_graph()
+        asked = run.keywords["hidden"] is not None or run.keywords["labels"] is not None
+        fits = x_BSD.shape[1] == 1 and whole and not asked and x_BSD.device.type in GRAPH_DEVICES
+        if not fits or torch.compiler.is_compiling():
+            return run(x_BSD)
+
+        def repeats() -> bool:
+            devices = {parameter.device for parameter in self.parameters()}
+            moved = any(hasattr(module, "_hf_hook") for module in self.modules())  # by accelerate, from host to device
+            blocks: list[NSADecoderLayer] = list(self.layers)  # type: ignore[arg-type]
+            steps = zip(blocks, caches, strict=True)
+            here = devices == {x_BSD.device} and not moved
+            return here and all(block.attention.repeats_steps(x_BSD, cache) for block, cache in steps)
+
+        return layers[0].run_token(run, x_BSD, caches, repeats)
 
 
 class NSAForCausalLM(NSAPreTrainedModel, GenerationMixin):
