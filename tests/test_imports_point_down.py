@@ -66,6 +66,7 @@ READS_ENVIRONMENT = (
     "nsa_train.data.tokenizer",  # only sets
     "nsa_train.cli.startup",  # only sets, for OpenMP and tqdm
     "nsa.kernels.self_check",  # only passes it on, to a child process
+    "nsa.check.gpu_check_report",  # only removes the names in it
 )
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.bench.machine import describe_machine
-from nsa.errors import NSAError
+from nsa.errors import ConfigError, NSAError
 from nsa.options import Checkpointing
 from nsa.token_counts import spell
 from nsa_train.cli.bench import (
@@ -26,16 +26,19 @@ from nsa_train.cli.bench import (
 )
 from nsa_train.cli.outputs import require_writable_file
 from nsa_train.config.load import load
+from proofs.perf_model import fit as fitting
 from proofs.perf_model import report as reports
 from proofs.perf_model.gpus import GpuModel, gpu_named
+from proofs.perf_model.prediction import HOST_TIME
 from proofs.perf_model.selection_overlap import measure_overlap
 from proofs.perf_model.training_step import predict_step, shape_of
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def perf_model(
+    context: typer.Context,
     gpu: Annotated[str, typer.Option(help="a100, h100, b200 or mi300x.")] = "a100",
     lengths: Lengths = "8k,16k,32k,64k",
     dtype: Dtype = "bf16",
@@ -47,6 +50,9 @@ def perf_model(
     launch_us: Annotated[
         float, typer.Option(min=0.0, help="Microseconds per launch: 5 from Python, about 1.5 in a CUDA graph.")
     ] = 5.0,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Archive of a GPU check on this GPU: its measured terms replace assumptions.")
+    ] = None,
     step: Annotated[
         Path | None, typer.Option(help="Settings of a run: also model a whole training step of it on one GPU.")
     ] = None,
@@ -65,13 +71,23 @@ def perf_model(
 
     **Example:** `python -m proofs.perf_model --gpu a100 --lengths 8k,64k --data smooth --markdown model.md`
     """
+    if context.invoked_subcommand:
+        return
     require_writable_file(json, plot, markdown)
-    report = reports.ModelReport(" ".join(["python -m proofs.perf_model", *sys.argv[1:]]), describe_machine(),
-                                gpu_named(gpu))  # fmt: skip
+    measured = None
+    if bundle is not None:
+        of_gpu, body = fitting.measured_gpu(bundle)
+        if of_gpu != gpu:
+            raise ConfigError(f"--bundle is of {of_gpu} and --gpu is {gpu!r}: say --gpu {of_gpu}.")
+        measured = fitting.fit(body, gpu, fitting.predictor(gpu))
+    report = reports.ModelReport(
+        " ".join(["python -m proofs.perf_model", *sys.argv[1:]]), describe_machine(), gpu_named(gpu),
+        host_time=HOST_TIME if measured is None else "with measured host time",
+    )  # fmt: skip
     console = stdout_console()
-    console.print(reports.headline(report.gpu))
+    console.print(reports.headline(report))
     with progress() as log:
-        for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log):
+        for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log, measured):
             report.pairs.append(pair)
     _print_fitting(console, reports.TOTAL_COLUMNS, [reports.total_row(pair) for pair in report.pairs])
     last = report.pairs[-1].both
@@ -86,6 +102,29 @@ def perf_model(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
+
+
+@app.command()
+def fit(
+    bundle: Annotated[Path, typer.Argument(help="Archive that `nsa gpu-check --full --bundle FILE` wrote.")],
+) -> None:
+    """Take launch cost, host time, tails and Triton's share from an archive of the GPU check, and print the model with
+    and without them beside what was measured. `--bundle FILE` then answers other questions with them."""
+    gpu, body = fitting.measured_gpu(bundle)
+    console = stdout_console()
+    with progress() as log:
+        log(f"fitting the kernels of {body['gpu']['name']}")
+        terms = fitting.fit(body, gpu, fitting.predictor(gpu))
+    for line in fitting.summary(terms, gpu):
+        console.print(line, markup=False)
+    for columns, rows in (
+        (fitting.KERNEL_COLUMNS, fitting.kernel_rows(body, gpu, terms)),
+        (fitting.LENGTH_COLUMNS, fitting.length_rows(body, gpu, terms)),
+    ):
+        table = Table(*columns, box=None, pad_edge=False)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
 
 
 def _model_step(settings: Path, gpu: GpuModel) -> Iterator[str]:

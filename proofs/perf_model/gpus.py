@@ -37,6 +37,28 @@ class PublishedSpeed:
 
 
 @dataclass(frozen=True)
+class MeasuredTerms:
+    """What the model assumes or leaves out, measured on a GPU (`proofs.perf_model.fit`)."""
+
+    launch_s: float
+    """Host time of a launch that does nothing, from Python."""
+    gap_s: float
+    """Between two kernels in a CUDA graph."""
+    triton_share: float
+    """Time of arithmetic in our kernels over its bound."""
+    dense_share: dict[bool, float]
+    """Time of dense attention over its modelled one, by whether backward is in it."""
+    host_s: dict[tuple[str, bool], float]
+    """Host time of a layer by name, forward or with backward."""
+    tails_s: dict[tuple[str, str], tuple[float, float]]
+    """Seconds beyond all bounds by layer and kernel: for every call, and for every token."""
+
+    def tail_s(self, layer: str, kernel: str, length: int) -> float:
+        fixed, per_token = self.tails_s.get((layer, kernel), (0.0, 0.0))
+        return fixed + per_token * length
+
+
+@dataclass(frozen=True)
 class GpuModel:
     name: str
     device: GpuSpec

@@ -1,10 +1,11 @@
 """Predicted time of an attention layer: each kernel takes its slowest bound, and kernels run one after the other."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nsa.bench.case import BenchShape
+from nsa.bench.case import SHAPES, BenchShape
 from nsa.errors import ConfigError
 from proofs.perf_model import index_kernels, range_kernels, selected_kernels, torch_ops
 from proofs.perf_model.dense import dense_s, serial_s, stretch
@@ -15,6 +16,7 @@ from proofs.perf_model.gpus import (
     SCHEDULERS,
     SORT_CLOCKS,
     GpuModel,
+    MeasuredTerms,
     gpu_named,
 )
 from proofs.perf_model.group_centric import group_centric_forward
@@ -25,6 +27,8 @@ from proofs.perf_model.work import KernelWork, LaunchSizes
 SELECTED = ("selected_forward", "merge_slots", "sort_chunks", "place_chunks", "place_windows", "fill")
 MODELLED = "modelled"
 """Label of every output: nothing was run on a GPU."""
+HOST_TIME = "host time not included"
+"""Beside every ratio, unless an archive of the GPU check says what the host takes."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ class LayerPrediction:
     kernels: list[KernelPrediction]
     dense_seconds: float
     group_centric: KernelPrediction
+    host_seconds: float = 0.0
+    """Measured on the host; the device waits where it is the longer. 0: not included."""
     label: str = MODELLED
 
     @property
     def seconds(self) -> float:
-        return sum(kernel.seconds for kernel in self.kernels)
+        return max(self.host_seconds, sum(kernel.seconds for kernel in self.kernels))
 
     @property
     def ratio(self) -> float:
@@ -85,6 +91,20 @@ class LayerPrediction:
         }  # fmt: skip
 
 
+def launch_name(kernel: str) -> str:
+    """The name under which a profiler shows a kernel of the model; `torch` for operations of PyTorch."""
+    return "torch" if kernel.endswith(", torch") else kernel.split()[0]
+
+
+def by_launch_name(prediction: LayerPrediction, rounded: Callable[[float], float] = float) -> dict[str, float]:
+    """Seconds of all kernels that a profiler shows under one name."""
+    seconds: dict[str, float] = {}
+    for kernel in prediction.kernels:
+        name = launch_name(kernel.name)
+        seconds[name] = seconds.get(name, 0.0) + kernel.seconds
+    return {name: rounded(took) for name, took in seconds.items()}
+
+
 Instructions = Callable[[str, BenchShape, str], InstructionCounts | None]
 
 
@@ -99,11 +119,13 @@ def predict(
     as_triton: bool = False,
     launch_s: float = LAUNCH_S,
     instructions: Instructions = count_instructions,
+    measured: MeasuredTerms | None = None,
 ) -> LayerPrediction:
     """Seconds of our Triton kernels and of dense attention, modelled from the kernels' own loops.
 
     `overlap`: result of `measure_overlap`; None: measured here, on `data`. `as_triton`: scale our arithmetic by how
     much slower Triton attention was than published dense attention on that GPU; otherwise it is assumed equal.
+    `measured` replaces it and `launch_s`, and adds tails and host time.
     """
     machine = gpu_named(gpu) if isinstance(gpu, str) else gpu
     sizes = LaunchSizes(shape, length, dtype, machine.device.architecture)
@@ -114,6 +136,8 @@ def predict(
             f"prediction is for {length}, {shape.describe()}: it depends on both. Measure it for this case."
         )
     slowdown = machine.published.triton_slowdown if as_triton else 1.0
+    if measured is not None:
+        slowdown, launch_s = measured.triton_share, 0.0
 
     def timed(work: KernelWork) -> KernelPrediction:
         kind = work.name.split()[0]
@@ -129,7 +153,30 @@ def predict(
         dense += dense_s(machine, sizes, True)
     parts = [timed(part) for part in work]
     baseline = time_of(machine, dtype, group_centric_forward(sizes), None, slowdown, launch_s)
-    return LayerPrediction(machine.name, shape, length, dtype, backward, overlap.data, slowdown, parts, dense, baseline)
+    host_s, layer = 0.0, layer_name(shape)
+    if measured is not None:
+        parts = with_tails(parts, measured, layer, length)
+        dense *= measured.dense_share.get(backward, 1.0)
+        host_s = measured.host_s.get((layer, backward), 0.0)
+    return LayerPrediction(
+        machine.name, shape, length, dtype, backward, overlap.data, slowdown, parts, dense, baseline, host_s
+    )
+
+
+def layer_name(shape: BenchShape) -> str:
+    return next((name for name, each in SHAPES.items() if each == shape), "base")
+
+
+def with_tails(
+    kernels: list[KernelPrediction], measured: MeasuredTerms, layer: str, length: int
+) -> list[KernelPrediction]:
+    """Each kernel with its share of the tail measured under its launch name, and the gaps after its launches."""
+    counts = Counter(launch_name(kernel.name) for kernel in kernels)
+    return [
+        replace(kernel, seconds=kernel.seconds + kernel.launches * measured.gap_s
+                + measured.tail_s(layer, name, length) / counts[name])
+        for kernel in kernels for name in [launch_name(kernel.name)]
+    ]  # fmt: skip
 
 
 def time_of(

@@ -9,8 +9,8 @@ from nsa.bench.case import DTYPES, shape_named
 from nsa.bench.report import Line, draw_lines, seconds, to_markdown_table
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_lengths, spell
-from proofs.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, gpu_named
-from proofs.perf_model.prediction import MODELLED, KernelPrediction, LayerPrediction, predict
+from proofs.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, MeasuredTerms, gpu_named
+from proofs.perf_model.prediction import HOST_TIME, MODELLED, KernelPrediction, LayerPrediction, predict
 from proofs.perf_model.selection_overlap import measure_overlap
 from proofs.perf_model.training_step import StepPrediction
 
@@ -39,6 +39,7 @@ class ModelReport:
     command: str
     machine: dict[str, Any]
     gpu: GpuModel
+    host_time: str = HOST_TIME
     pairs: list[PredictionPair] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -48,7 +49,7 @@ class ModelReport:
         return json.dumps(body, indent=1, ensure_ascii=False)
 
     def to_markdown(self) -> str:
-        lines = [f"`{self.command}`, commit {(self.machine['commit'] or 'unknown')[:10]}", "", headline(self.gpu), ""]
+        lines = [f"`{self.command}`, commit {(self.machine['commit'] or 'unknown')[:10]}", "", headline(self), ""]
         lines += to_markdown_table(TOTAL_COLUMNS, [total_row(pair) for pair in self.pairs])
         for pair in self.pairs[-1:]:
             lines += ["", f"Kernels at {spell(pair.both.length)}, {pair.both.dtype}, {MODELLED}:", ""]
@@ -64,7 +65,8 @@ class ModelReport:
                 drawn.setdefault(f"{name}, {p.dtype}, {p.data}", {})[p.length] = (p.ratio, p.ratio, p.ratio)
             even.setdefault("as fast as dense", {})[pair.both.length] = 1.0
         name = self.gpu.published.name
-        return draw_lines(drawn, even, f"{MODELLED}, not measured: times faster than {name} on {self.gpu.name}")
+        caption = f"{MODELLED}, {self.host_time}, not measured: times faster than {name} on {self.gpu.name}"
+        return draw_lines(drawn, even, caption)
 
 
 def model(
@@ -76,6 +78,7 @@ def model(
     as_triton: bool,
     launch_us: float,
     log: Callable[[str], None],
+    measured: MeasuredTerms | None = None,
 ) -> Iterator[PredictionPair]:
     """A pair of predictions per dtype and length, from an overlap measured once per length."""
     gpu_named(gpu)
@@ -93,7 +96,15 @@ def model(
             log(f"modelling {dtype}, {spell(length)}")
             forward, both = (
                 predict(
-                    gpu, sizes, length, dtype, backward, overlap[length], as_triton=as_triton, launch_s=launch_us * 1e-6
+                    gpu,
+                    sizes,
+                    length,
+                    dtype,
+                    backward,
+                    overlap[length],
+                    as_triton=as_triton,
+                    launch_s=launch_us * 1e-6,
+                    measured=measured,
                 )
                 for backward in (False, True)
             )
@@ -133,10 +144,11 @@ def _kernel_row(kernel: KernelPrediction, total: float) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def headline(gpu: GpuModel) -> str:
+def headline(report: ModelReport) -> str:
+    gpu = report.gpu
     return (
-        f"{MODELLED.capitalize()}, not measured: {gpu.name}, {gpu.device.bf16_tflops:g} TFLOP/s bf16, "
-        f"{gpu.device.bandwidth_gb_s:g} GB/s, {gpu.clock.units} units at {gpu.clock.clock_hz / 1e9:.2f} GHz"
+        f"{MODELLED.capitalize()}, {report.host_time}, not measured: {gpu.name}, {gpu.device.bf16_tflops:g} TFLOP/s "
+        f"bf16, {gpu.device.bandwidth_gb_s:g} GB/s, {gpu.clock.units} units at {gpu.clock.clock_hz / 1e9:.2f} GHz"
     )
 
 
@@ -147,5 +159,6 @@ def assumptions(gpu: GpuModel) -> list[str]:
         f"at rows of 128 ({p.source}); other widths and our kernels follow the same rule",
         f"L2: {gpu.l2_bytes_per_s / 1e12:.1f} TB/s ({gpu.l2_source}) times {L2_SHARE}; memory times {MEMORY_SHARE}",
         f"--as-triton makes our arithmetic {p.triton_slowdown:.2f} times slower ({p.triton_source})",
-        "a kernel takes its slowest bound: stalls, tails of the grid and imbalance are not modelled",
+        "a kernel takes its slowest bound: stalls, tails of the grid and imbalance are not modelled; nor is Python "
+        "between launches",
     ]

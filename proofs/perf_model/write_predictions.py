@@ -15,9 +15,9 @@ import torch
 
 from nsa.bench.case import SHAPES
 from nsa.bench.predictions import PREDICTIONS
-from nsa.check.cases import on_gpu
+from nsa.check.cases import KERNEL_LENGTHS, TIMED_LAYERS, on_gpu
 from proofs.perf_model.gpus import GPUS
-from proofs.perf_model.prediction import predict
+from proofs.perf_model.prediction import by_launch_name, predict
 from proofs.perf_model.selection_overlap import measure_overlap
 
 SPEED = on_gpu(torch.device("cuda"), full=True).speed
@@ -42,14 +42,29 @@ def entries(
                     )  # fmt: skip
 
 
+def kernels(
+    gpus: Sequence[str] = tuple(GPUS),
+    names: Sequence[str] = TIMED_LAYERS,
+    lengths: Sequence[int] = KERNEL_LENGTHS,
+) -> Iterator[dict[str, Any]]:
+    """Both passes in bf16, by the names that kernels have on a GPU."""
+    for name in names:
+        for length in lengths:
+            overlap = measure_overlap(SHAPES[name], length)
+            for gpu in gpus:
+                p = predict(gpu, SHAPES[name], length, "bf16", True, overlap)
+                yield dict(gpu=gpu, shape=name, length=length, kernels=by_launch_name(p, _rounded))
+
+
 def _rounded(seconds: float) -> float:
     return float(f"{seconds:.4g}")
 
 
 def main() -> None:
-    lines = ",\n  ".join(json.dumps(entry) for entry in entries())
+    lines, of_kernels = (",\n  ".join(json.dumps(entry) for entry in some) for some in (entries(), kernels()))
     head = f'{{\n "written_by": "python -m proofs.perf_model.write_predictions",\n "shape": "{SPEED.shape_name}",\n'
-    PREDICTIONS.write_text(f'{head} "entries": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+    body = f' "entries": [\n  {lines}\n ],\n "kernels": [\n  {of_kernels}\n ]\n}}\n'
+    PREDICTIONS.write_text(head + body, encoding="utf-8")
     print(f"wrote {PREDICTIONS.name}")
 
 

@@ -65,7 +65,7 @@ OUTPUTS = {
     "TUTORIAL": ["my-run/report.html", "my-model/model.safetensors"],
     "EVAL": ["my-run/run/evaluations/step4.json"],
     "TRANSFORMERS": ["tuned/adapter/adapter_model.safetensors"],
-    "FIRST_GPU": ["artifacts/rehearsal/gpu_check_rehearsal.md", "artifacts/first_cpu/model.pt"],
+    "FIRST_GPU": ["artifacts/rehearsal.zip", "artifacts/first_cpu/model.pt"],
 }
 
 

@@ -1,12 +1,12 @@
 """GPU check, rehearsed on a CPU: correct kernels hold, planted bugs fail exactly their rows."""
 
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,12 @@ import torch
 
 from nsa.bench import machine as devices
 from nsa.bench.case import SHAPES, BenchTask
-from nsa.check import gpu_check_report as records
 from nsa.check import kernel_checks
 from nsa.check.cases import on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, blocks_error, bounded
-from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner, _modelled
-from nsa.check.gpu_check_report import GpuCheck, GpuCheckReport, MeasuredTable, read_result
+from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner
+from nsa.check.gpu_check_report import PAGE, GpuCheck, GpuCheckReport, MeasuredTable, read_report, read_result
+from nsa.check.timing_checks import modelled
 from nsa.errors import ConfigError
 from nsa.kernels import ops, portable
 from nsa.kernels.gpu_versions import device_named
@@ -29,6 +29,7 @@ from nsa.kernels.precision import autocast_off
 from proofs import import_path
 
 ROOT = Path(__file__).parents[3]
+SIZES = on_gpu(torch.device("cuda"), full=True)
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
@@ -44,11 +45,16 @@ def command(*words: str, root: Path = ROOT) -> subprocess.Popen[str]:
 
 def rehearsed(out: Path, *words: str, root: Path = ROOT) -> tuple[int, dict, str]:
     """Exit code, record and what was printed."""
-    running = command("--rehearse", "--out", str(out), *words, root=root)
+    out.mkdir(exist_ok=True)
+    running = command("--rehearse", "--bundle", str(out / "rehearsal.zip"), *words, root=root)
     output, _ = running.communicate(timeout=580)
-    file = out / "gpu_check_rehearsal.json"
-    assert file.exists(), output
-    return running.returncode, json.loads(file.read_text()), output
+    assert (out / "rehearsal.zip").exists(), output
+    return running.returncode, read_report(out / "rehearsal.zip"), output
+
+
+def page_of(archive: Path) -> str:
+    with zipfile.ZipFile(archive) as files:
+        return files.read(PAGE).decode()
 
 
 def claims(record: dict, verdict: CheckStatus) -> set[str]:
@@ -80,12 +86,13 @@ def test_every_row_holds_in_the_rehearsal_and_what_needs_a_gpu_says_so(tmp_path)
     for row in record["rows"]:
         if row["verdict"] == CheckStatus.HOLDS and row["limit"] is not None:
             assert row["measured"] <= row["limit"]
-    page = (tmp_path / "gpu_check_rehearsal.md").read_text()
+    page = page_of(tmp_path / "rehearsal.zip")
     assert page.startswith("# REHEARSAL")
-    assert "nsa gpu-check --rehearse" in page
-    assert "| triton |" in page  # the benchmark's table
+    assert "nsa gpu-check --full --rehearse" in page
+    for table in ("| triton |", "| trivial launch |", "| layer rehearsal, fwd+bwd", "| nsa model of "):
+        assert table in page, table
     with pytest.raises(ConfigError):
-        read_result(tmp_path / "gpu_check_rehearsal.json")
+        read_result(tmp_path / "rehearsal.zip")
 
 
 def test_autocast_inside_a_kernel_turns_its_rows_red(monkeypatch):
@@ -201,16 +208,22 @@ def test_without_a_gpu_the_runbooks_script_ends_at_once_and_says_what_to_do(tmp_
     assert "--rehearse" in done.stderr
 
 
-def test_an_interrupt_keeps_finished_rows_and_leaves_no_process(tmp_path):
-    running = command("--rehearse", "--only", "parity", "--out", str(tmp_path))
+def wait_for_a_row(running: subprocess.Popen[str]) -> None:
     assert running.stdout is not None
-    first = running.stdout.readline()
-    assert "holds" in first, first
+    printed = []
+    while not printed or not printed[-1].startswith("holds"):
+        printed.append(running.stdout.readline())
+        assert printed[-1], "".join(printed)
+
+
+def test_an_interrupt_keeps_finished_rows_and_leaves_no_process(tmp_path):
+    running = command("--rehearse", "--only", "parity", "--bundle", str(tmp_path / "out.zip"))
+    wait_for_a_row(running)
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     running.send_signal(signal.SIGINT)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == 130, output
-    record = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())
+    record = read_report(tmp_path / "out.zip")
     assert record["rows"]
     assert not record["complete"]
     assert children
@@ -229,33 +242,19 @@ def finished(**changes) -> GpuCheckReport:
     return record
 
 
-def test_a_whole_run_on_a_gpu_is_a_result_and_names_its_files(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file, page = finished().write(None)
-    assert (str(file), str(page)) == ("bench/results/gpu_a100_sxm4_80gb.json", "bench/results/gpu_a100_sxm4_80gb.md")
-    assert read_result(file)["holds"]
-    assert page.read_text().startswith("# GPU check: NVIDIA A100-SXM4-80GB\n\n`nsa gpu-check --full`\n")
+def test_a_whole_run_on_a_gpu_is_a_result(tmp_path):
+    finished().write(tmp_path / "out.zip")
+    assert read_result(tmp_path / "out.zip")["holds"]
+    page = page_of(tmp_path / "out.zip")
+    assert page.startswith("# GPU check: NVIDIA A100-SXM4-80GB\n\n`nsa gpu-check --full`\n")
 
 
 @pytest.mark.parametrize("flaw", [dict(rehearsal=True), dict(only=("parity",)), dict(complete=False)], ids=str)
-def test_an_incomplete_run_is_refused_as_a_result_and_stored_elsewhere(flaw, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file, page = finished(**flaw).write(None)
-    assert file.parent == records.INCOMPLETE_RESULTS
-    assert "no result" in page.read_text().splitlines()[0]
-    with pytest.raises(ConfigError):
-        read_result(file)
-
-
-def test_a_rehearsal_may_not_be_written_among_the_results():
-    with pytest.raises(ConfigError, match="--out"):
-        records.refuse_rehearsal_among_results(Path("bench/results"))
-    records.refuse_rehearsal_among_results(Path("artifacts/results"))
-
-
-def test_committed_results_can_be_read():
-    for file in (ROOT / "bench" / "results").glob("gpu_*.json"):
-        read_result(file)
+def test_an_incomplete_run_is_refused_as_a_result(flaw, tmp_path):
+    finished(**flaw).write(tmp_path / "out.zip")
+    assert "no result" in page_of(tmp_path / "out.zip").splitlines()[0]
+    with pytest.raises(ConfigError, match="no result"):
+        read_result(tmp_path / "out.zip")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +273,7 @@ def test_a_run_holds_only_if_every_row_does_and_something_was_checked(rows, comp
 
 def test_a_child_that_is_silent_too_long_is_killed_and_the_row_says_so():
     request = GpuCheckRequest(rehearse=True, only=("environment",))
-    runner = GpuCheckRunner(request, dict(os.environ), silence_s=0.01)
+    runner = GpuCheckRunner(request, silence_s=0.01)
     (row,) = runner.run()
     assert isinstance(row, CheckResult)
     assert (row.verdict, row.subject) == (CheckStatus.FAILS, "environment")
@@ -293,15 +292,26 @@ def test_the_program_on_a_gpu_covers_what_users_have():
     assert [subject for subject in SUBJECTS if any(check.subject == subject for check in checks)] == list(SUBJECTS)
     names = {check.name for check in checks if check.subject == "speed"}
     assert {"attention fwd+bwd, bf16, 64k", "attention, fp16, 2k", "decode, bf16, 64k"} <= names
+    assert "attention, width 128 fwd+bwd, bf16, 8k" in names
     assert len({(check.subject, check.name) for check in checks}) == len(checks)
     assert all(isinstance(check, GpuCheck) for check in checks)
+
+
+def test_the_cheapest_and_most_telling_checks_come_first():
+    checks = GpuCheckRequest(full=True).checks()
+    subjects = list(dict.fromkeys(check.subject for check in checks))
+    assert subjects[:4] == ["environment", "self-check", "host", "kernels"]
+    assert subjects[-1] == "speed"
+    first = [check.name for check in checks if check.subject == "speed"][:12]
+    assert all("bf16" in name and "16k" not in name for name in first)
+    assert {"base", "wide"} == {check.name.split()[1].rstrip(",") for check in checks if check.subject == "kernels"}
 
 
 def test_unknown_subjects_and_speed_without_full_are_refused():
     with pytest.raises(ConfigError, match="--only"):
         GpuCheckRequest(rehearse=True, only=("party",)).checks()
     with pytest.raises(ConfigError, match="--full"):
-        GpuCheckRequest(rehearse=True, only=("speed",)).checks()
+        GpuCheckRequest(rehearse=True, only=("host",)).checks()
 
 
 def test_exchanged_blocks_are_checked_in_packed_documents_too():
@@ -322,14 +332,14 @@ def test_exchanged_blocks_are_checked_in_packed_documents_too():
 
 def test_predictions_are_found_by_the_words_of_the_gpus_name():
     task = BenchTask("attention", SHAPES["base"], 8192, "bf16", device="cuda")
-    prediction = _modelled(task, "NVIDIA A100-SXM4-80GB")
+    prediction = modelled(SIZES, task, "NVIDIA A100-SXM4-80GB")
     assert prediction is not None
     assert prediction["ratio"] == prediction["dense_seconds"] / prediction["seconds"] > 1
-    assert prediction != _modelled(task, "NVIDIA H100 80GB HBM3")
-    assert _modelled(task, "AMD Instinct MI300X") is not None
-    assert _modelled(task, "NVIDIA T4") is None
-    assert _modelled(replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
-    assert _modelled(replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
+    assert prediction != modelled(SIZES, task, "NVIDIA H100 80GB HBM3")
+    assert modelled(SIZES, task, "AMD Instinct MI300X") is not None
+    assert modelled(SIZES, task, "NVIDIA T4") is None
+    assert modelled(SIZES, replace(task, shape=SHAPES["paper"]), "NVIDIA A100-SXM4-80GB") is None
+    assert modelled(SIZES, replace(task, op="decode"), "NVIDIA A100-SXM4-80GB") is None
 
 
 def test_a_missing_device_is_refused_with_a_fix():

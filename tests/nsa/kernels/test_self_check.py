@@ -24,9 +24,9 @@ from nsa.kernels.self_check import (
     KernelError,
     KernelVerdict,
     RecordStore,
-    _clean_environment,
     _source_hash,
     _warning_text,
+    clean_environment,
     key_for,
     recorded,
     triton_verdict,
@@ -327,7 +327,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    environment = _clean_environment(interpret=False)
+    environment = clean_environment(interpret=False)
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"
     assert environment["CUDA_HOME"] == "1"
     assert not environment.keys() & {
@@ -339,7 +339,7 @@ def test_the_child_has_no_launcher_variables_and_no_settings(monkeypatch):
         "NSA_KERNEL",
     }
     assert "TRITON_INTERPRET" not in environment
-    assert _clean_environment(interpret=True)["TRITON_INTERPRET"] == "1"
+    assert clean_environment(interpret=True)["TRITON_INTERPRET"] == "1"
 
 
 KEY = CheckKey("NVIDIA A100", "sm_80", "535.1", "CUDA 13.0", "2.13.0", "3.7.1", "abc", [2, 6, 64, 64], [32, 16], "bf16")

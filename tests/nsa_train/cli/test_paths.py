@@ -30,7 +30,7 @@ COMMANDS = (
     "checkpoint ls P", "checkpoint verify P", "checkpoint verify P --key-file P", "checkpoint export P --out P",
     "checkpoint export R --out P --key-file P", "checkpoint push P s3://bucket/x", "checkpoint pull s3:///nothing P",
     "bench machine --device nothing --json P", "bench attention --lengths 0 --json P --plot P --markdown P",
-    "bench model --gpu nothing --json P", "gpu-check --rehearse --only nothing --out P",
+    "bench model --gpu nothing --json P", "gpu-check --rehearse --only nothing --bundle P",
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_no_path_ends_a_command_with_a_traceback(command, nsa, places):
 OUTPUTS = (
     "report R --out P", "compare R R --out P",
     "bench machine --json P", "bench attention --markdown P", "bench decode --plot P",
-    "gpu-check --rehearse --out P", "exporter R --port 0 --file-sd P", "halt READ_ONLY", "status READ_ONLY --log",
+    "gpu-check --rehearse --bundle P", "exporter R --port 0 --file-sd P", "halt READ_ONLY", "status READ_ONLY --log",
     "report READ_ONLY",
 )  # fmt: skip
 

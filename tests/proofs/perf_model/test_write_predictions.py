@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from nsa.bench.predictions import PREDICTIONS
+from nsa.bench.predictions import PREDICTIONS, kernel_predictions
+from nsa.check.cases import KERNEL_LENGTHS, TIMED_LAYERS
 from proofs.perf_model.gpus import GPUS
-from proofs.perf_model.write_predictions import SPEED, entries
+from proofs.perf_model.write_predictions import SPEED, entries, kernels
 
 pytest.importorskip("triton", reason="it is in the dev extra")
 
@@ -41,3 +42,21 @@ def test_entries_that_need_no_machine_code_are_in_step():
 @pytest.mark.nightly
 def test_every_entry_is_in_step():
     assert_in_step(entries())
+
+
+def assert_kernels_in_step(new):
+    written = {(e["gpu"], e["shape"], e["length"]): e["kernels"] for e in WRITTEN["kernels"]}
+    for entry in new:
+        where = entry["gpu"], entry["shape"], entry["length"]
+        assert written[where] == pytest.approx(entry["kernels"], rel=2e-3), f"{STALE} {where}"
+
+
+def test_kernels_that_need_no_machine_code_are_in_step():
+    assert_kernels_in_step(kernels(gpus=("mi300x",), lengths=(2048,)))
+    timed = {(gpu, name, length) for gpu in GPUS for name in TIMED_LAYERS for length in KERNEL_LENGTHS}
+    assert set(kernel_predictions()) == timed
+
+
+@pytest.mark.nightly  # minutes: the kernels of two layers compiled for three GPUs
+def test_every_kernel_is_in_step():
+    assert_kernels_in_step(kernels())

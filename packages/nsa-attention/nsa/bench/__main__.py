@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("operation", choices=_OPERATIONS, nargs="?", default="attention")
     parser.add_argument("--lengths", default="2k,4k,8k", help="tokens, e.g. 2k,4k; k is 1,024")
     parser.add_argument("--dtype", default="fp32", help="fp32, bf16 or fp16, several with commas")
-    parser.add_argument("--shape", default=BenchRequest.shape, help="base, gqa16, paper or tiny")
+    parser.add_argument("--shape", default=BenchRequest.shape, help="base, gqa16, paper, tiny or wide")
     parser.add_argument("--device", default=BenchRequest.device, help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=BenchRequest.threads, help="0: all cores")
     parser.add_argument("--budget-s", type=float, default=BenchRequest.budget_s, help="seconds of timing per case")

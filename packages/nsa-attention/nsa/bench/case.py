@@ -46,6 +46,7 @@ SHAPES: dict[str, BenchShape] = {
     "gqa16": BenchShape(32, 2, 64, 64, BASE_GEOMETRY),
     "paper": BenchShape(64, 4, 192, 128, BASE_GEOMETRY),
     "tiny": BenchShape(6, 2, 16, 16, Geometry(l=8, d=4, l_sel=8, n_sel=4, w=16)),
+    "wide": BenchShape(32, 8, 128, 128, BASE_GEOMETRY),
 }
 _FORMER_NAMES = {"seed": "base"}
 """Spellings that recorded commands use."""

@@ -4,9 +4,11 @@ Third-party packages are never a dependency.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -103,13 +105,60 @@ class _ConstantGate(nn.Module):
         return self.value
 
 
-def _fla_why_not(task: BenchTask) -> str | None:
-    for package, install in (("fla", "flash-linear-attention"), ("triton", "triton"), ("einops", "einops")):
+_FLA_PACKAGES = (("fla", "flash-linear-attention"), ("triton", "triton"), ("einops", "einops"))
+
+
+def _selected_only(packages: tuple[tuple[str, str], ...], task: BenchTask) -> str | None:
+    """Why a package that is timed on the selected part alone is not timed."""
+    for package, install in packages:
         if find_spec(package) is None:
-            return f"not installed: pip install {install}"
+            return f"not installed: {install if ' ' in install else f'pip install {install}'}"
     if task.op != "attention" or task.part != "selected":
-        return "its naive form has the selected part alone without a GPU (flash-attn computes its window)"
+        return "it is compared on the selected part"
     return None
+
+
+def _fla_naive_why_not(task: BenchTask) -> str | None:
+    if task.device != "cpu":
+        return "its kernels are timed on a GPU, not its loop over queries"
+    return _selected_only(_FLA_PACKAGES, task)
+
+
+def _fla_why_not(task: BenchTask) -> str | None:
+    heads = task.shape.heads_per_group
+    if task.device == "cpu":
+        return "its kernels need a GPU"
+    if reason := _selected_only(_FLA_PACKAGES, task):
+        return reason
+    return None if heads >= 16 and heads & (heads - 1) == 0 else "heads per group must be a power of two from 16 on"
+
+
+def _fsa_why_not(task: BenchTask) -> str | None:
+    if task.device == "cpu":
+        return "its kernels need a GPU"
+    return _selected_only((("fsa", "from github.com/Relaxed-System-Lab/Flash-Sparse-Attention"),), task)
+
+
+def peer_versions() -> dict[str, str]:
+    """Versions of packages that compute dense or sparse attention on a GPU; those that are absent say so."""
+    versions = {name: "not installed" for name, *_ in _PEERS}
+    for name, *distributions in _PEERS:
+        for distribution in distributions:
+            with suppress(PackageNotFoundError):
+                versions[name] = version(distribution)
+    cudnn = torch.backends.cudnn.version()
+    return versions | {"cuDNN": str(cudnn) if cudnn else "not installed"}
+
+
+_PEERS = (
+    ("FlashAttention 2", "flash-attn"),
+    ("FlashAttention 4", "flash-attn-4"),
+    ("cuDNN", "nvidia-cudnn-cu13"),
+    ("cuDNN frontend", "nvidia-cudnn-frontend"),
+    ("fla", "fla-core", "flash-linear-attention"),
+    ("FSA", "fsa", "flash-sparse-attention"),
+)
+"""Name, and distributions that have it."""
 
 
 def _fla_needs_bytes(task: BenchTask) -> int:
@@ -118,19 +167,47 @@ def _fla_needs_bytes(task: BenchTask) -> int:
     return 6 * task.length * s.n_heads * (s.d_k + s.d_v) * 4 + (2 * task.length * per_query if task.backward else 0)
 
 
-def _fla(case: BenchCase, task: BenchTask) -> BenchRunner:
-    """A loop over queries in Python; the blocks are chosen by our portable backend."""
-    select: Any = import_module("fla.ops.nsa.naive").naive_nsa_selection
+def _selected(
+    attend: Callable[[BenchCase, Tensor, Tensor, Tensor, Tensor], Tensor], case: BenchCase, task: BenchTask
+) -> BenchRunner:
+    """A package's selected part: queries [B, S, H, K], keys, values; the blocks are chosen by our portable backend."""
     leaves = {name: leaf(case.inputs()[name]) for name in ("q", "k_sel", "v_sel")}
     choose = chooser(case, "portable")
-    idx_BSGN = choose(torch.arange(case.length)).long()
+    idx_BSGN = choose(torch.arange(case.length))
 
     def forward() -> Tensor:
         q, k, v = leaves.values()
-        out: Tensor = select(q.flatten(2, 3), k, v, idx_BSGN, case.shape.geometry.l_sel, case.scale)
+        out = attend(case, q.flatten(2, 3), k, v, idx_BSGN)
         return out.unflatten(2, (case.shape.n_kv_groups, -1))
 
     return BenchRunner(forward, leaves, case.dout_BSGRV, chosen=choose)
+
+
+def _fla_naive(case: BenchCase, q: Tensor, k: Tensor, v: Tensor, idx_BSGN: Tensor) -> Tensor:
+    """A loop over queries in Python."""
+    select: Any = import_module("fla.ops.nsa.naive").naive_nsa_selection
+    out: Tensor = select(q, k, v, idx_BSGN.long(), case.shape.geometry.l_sel, case.scale)
+    return out
+
+
+def _fla(case: BenchCase, q: Tensor, k: Tensor, v: Tensor, idx_BSGN: Tensor) -> Tensor:
+    g, parallel = case.shape.geometry, import_module("fla.ops.nsa.parallel")
+    out: Tensor = parallel.parallel_nsa(
+        q, k, v, block_indices=idx_BSGN.long(), block_counts=g.n_sel, block_size=g.l_sel, scale=case.scale
+    )
+    return out
+
+
+def _fsa(case: BenchCase, q: Tensor, k: Tensor, v: Tensor, idx_BSGN: Tensor) -> Tensor:
+    module: Any = import_module("fsa.ops.FSA_topk_sparse_attention")
+    n = case.length
+    ends = torch.tensor([0, n], dtype=torch.int32, device=case.device)
+    idx = idx_BSGN[0].transpose(0, 1).int().contiguous()
+    out = module.FSATopkSparseAttention.apply(
+        q[0], k[0], v[0], idx, case.shape.geometry.l_sel, ends, ends, n, n, case.scale
+    )
+    tensor: Tensor = out[0] if isinstance(out, tuple) else out
+    return tensor[None]
 
 
 def all_implementations() -> dict[str, BenchImplementation]:
@@ -148,6 +225,9 @@ def all_implementations() -> dict[str, BenchImplementation]:
         ),
         BenchImplementation("lucidrains", "other", {"attention": _lucidrains}, _lucidrains_why_not,
                             _lucidrains_needs_bytes, differs=_LUCIDRAINS_DIFFERS),
-        BenchImplementation("fla naive", "nsa", {"attention": _fla}, _fla_why_not, _fla_needs_bytes),
+        BenchImplementation("fla naive", "nsa", {"attention": partial(_selected, _fla_naive)}, _fla_naive_why_not,
+                            _fla_needs_bytes),
+        BenchImplementation("fla", "nsa", {"attention": partial(_selected, _fla)}, _fla_why_not, dense.needs_bytes),
+        BenchImplementation("FSA", "nsa", {"attention": partial(_selected, _fsa)}, _fsa_why_not, dense.needs_bytes),
     ]  # fmt: skip
     return {implementation.name: implementation for implementation in every}

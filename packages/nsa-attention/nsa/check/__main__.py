@@ -2,17 +2,20 @@
 
 Compares with definitions (dense attention, the whole sequence, counted reads), prints each value with its limit, and
 ends with 0 if all hold, 1 if one fails, 20 if a backend or device that was asked for is not here. Seconds on a CPU.
+With --bundle it runs the GPU check, which is `nsa gpu-check` of the trainer, and keeps it in one archive.
 """
 
 import argparse
 import json
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from nsa.bench.case import TORCH_DTYPES
 from nsa.check.installation import installation_facts, triton_lines
 from nsa.check.prove import prove
-from nsa.errors import NSAError
+from nsa.errors import ConfigError, NSAError
 from nsa.kernels.cpu import build
 from nsa.kernels.gpu_versions import device_named
 
@@ -25,12 +28,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv-groups", type=int, default=2, help="key/value groups (default: 2)")
     parser.add_argument("--width", type=int, default=64, help="width of keys and values (default: 64)")
     parser.add_argument("--json", action="store_true", help="print facts and checks as JSON")
+    archive = parser.add_argument_group("GPU check")
+    archive.add_argument("--bundle", type=Path, metavar="FILE", help="run the GPU check, and keep it in this archive")
+    archive.add_argument("--full", action="store_true", help="also time kernels, layers, generation, dense attention")
+    archive.add_argument("--rehearse", action="store_true", help="without a GPU: interpreted, tiny shapes")
+    archive.add_argument("--only", action="append", default=[], metavar="SUBJECT", help="only this subject")
     options = parser.parse_args(arguments)
     try:
+        if options.bundle:
+            return check_gpu(options.bundle, rehearse=options.rehearse, full=options.full, only=tuple(options.only))
+        if options.full or options.rehearse or options.only:
+            raise ConfigError("--full, --rehearse and --only are of the GPU check. Add --bundle FILE, its archive.")
         return _check(options)
     except NSAError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def check_gpu(bundle: Path | None, *, rehearse: bool, full: bool, only: tuple[str, ...]) -> int:
+    """Run the GPU check and return its exit code."""
+    if find_spec("triton") is None:
+        raise ConfigError("the package triton is not installed, and its kernels are what is checked. It comes with "
+                          "torch's GPU builds; for a rehearsal: pip install triton==3.7.1.")  # fmt: skip
+    from nsa.check.gpu_check import GpuCheckRequest, run_gpu_check
+
+    return run_gpu_check(GpuCheckRequest(rehearse, full, only), bundle)
 
 
 def _check(options: argparse.Namespace) -> int:

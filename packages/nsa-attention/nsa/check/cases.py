@@ -33,6 +33,8 @@ _SHORT = Geometry(l=32, d=16, l_sel=64, n_sel=4, w=128)
 _ODD = Geometry(l=48, d=16, l_sel=96, n_sel=5, w=100)  # no powers of two, and blocks that overlap three times
 _MINI = Geometry(l=4, d=2, l_sel=4, n_sel=4, w=6)
 _EVERY_DTYPE = ("fp32", "fp16", "bf16")
+TIMED_LAYERS, KERNEL_LENGTHS = ("base", "wide"), (2048, 8192, 65_536)
+"""Layers and lengths whose kernels are timed one by one and modelled (`nsa.bench.predictions`)."""
 
 
 class KernelCase(NamedTuple):
@@ -157,6 +159,17 @@ MODULE = ModuleCase(
 """An odd length of several chunks and blocks."""
 
 
+class GenerationSizes(NamedTuple):
+    """A whole model that generates after a prompt."""
+
+    shape: BenchShape
+    vocabulary: int
+    dim: int
+    layers: int
+    prompt: int
+    tokens: int
+
+
 class _SpeedSizes(NamedTuple):
     """Sizes that the benchmark times."""
 
@@ -169,6 +182,15 @@ class _SpeedSizes(NamedTuple):
     backward: tuple[bool, ...]
     """Forward alone, with backward, or both."""
     budget_s: float
+    layers: tuple[tuple[str, BenchShape], ...]
+    """Layers, by name, whose host time and kernels are timed."""
+    host_lengths: tuple[int, ...]
+    """The shortest leaves a GPU next to nothing to do."""
+    kernel_lengths: tuple[int, ...]
+    """Also the lengths that are timed first."""
+    parts: tuple[tuple[BenchShape, str], ...]
+    """Other shapes, and single branches for packages that compute nothing else."""
+    generation: GenerationSizes
 
 
 @dataclass(frozen=True)
@@ -209,7 +231,21 @@ def on_gpu(device: torch.device, *, full: bool) -> CheckSizes:
         tuple(KernelCase(shape, (row,)) for shape, row in kernels),
         replace(MODULE, **here),
         _EVERY_DTYPE,
-        _SpeedSizes("base", SHAPES["base"], lengths, lengths, lengths[2:], ("bf16", "fp16"), (False, True), 5.0),
+        _SpeedSizes(
+            "base",
+            SHAPES["base"],
+            lengths,
+            lengths,
+            lengths[2:],
+            ("bf16", "fp16"),
+            (False, True),
+            5.0,
+            tuple((name, SHAPES[name]) for name in TIMED_LAYERS),
+            (128, 8192),
+            KERNEL_LENGTHS,
+            ((SHAPES["wide"], "all"), (SHAPES["base"], "selected"), (SHAPES["gqa16"], "selected")),
+            GenerationSizes(SHAPES["base"], 32_768, 768, 12, 8192, 64),
+        ),
         ModuleCase(SHAPES["base"], 8192, **here),
         ("train.steps=40", "train.warmup_steps=10", "train.log_every=10", "train.eval_every=0", "train.save_every=0"),
     )
@@ -231,7 +267,21 @@ def rehearsal(*, full: bool) -> CheckSizes:
         ),
         module,
         ("fp32",),
-        _SpeedSizes("rehearsal", shape, (27,), (), (), ("fp32",), (True,), 0.0),
+        _SpeedSizes(
+            "rehearsal",
+            shape,
+            (27,),
+            (),
+            (),
+            ("fp32",),
+            (True,),
+            0.0,
+            (("rehearsal", shape),),
+            (27,),
+            (27,),
+            ((shape, "selected"),),
+            GenerationSizes(shape, 50, 48, 1, 9, 3),
+        ),
         replace(module, length=50),
         (
             *(f"kernels.{branch}={BACKEND}" for branch in BRANCHES),

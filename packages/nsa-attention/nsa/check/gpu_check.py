@@ -1,45 +1,40 @@
-"""The checks of `nsa gpu-check`, and their runner: a child process, restarted after an exception, crash or hang.
+"""The GPU check: its subjects, and their runner in a child process, restarted after an exception, crash or hang.
 
-Subjects select from the table of cases: every kernel against the reference in fp64 (parity), kernels under autocast,
-the module against itself, and speed beside dense attention and the modelled time. The child is this module as a program
-(`nsa.child_process`).
+`nsa gpu-check` and `python -m nsa.check --bundle` run it. Subjects select from the table of cases: every kernel against
+the reference in fp64 (parity), kernels under autocast, the module against itself, and timings (`timing_checks`). The
+child is this module as a program (`nsa.child_process`).
 """
 
-import re
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nsa.bench import report
-from nsa.bench.case import SHAPES, TORCH_DTYPES, BenchTask
-from nsa.bench.implementations import all_implementations
-from nsa.bench.machine import available_cores, describe_device, describe_machine, pinned, triton_version
-from nsa.bench.measurement import BenchMeasurement, choose_implementations, measure
-from nsa.bench.memory import measure_memory
-from nsa.bench.predictions import predictions
-from nsa.bench.roofline import MachinePeaks, measure_peaks
-from nsa.check import kernel_checks, module_checks
+from nsa.bench.case import SHAPES, TORCH_DTYPES
+from nsa.bench.implementations import peer_versions
+from nsa.bench.machine import describe_device, describe_machine, triton_version
+from nsa.check import kernel_checks, module_checks, timing_checks
 from nsa.check.cases import BACKEND, CheckSizes, KernelCase, on_gpu, rehearsal
 from nsa.check.comparison import CheckResult, CheckStatus, bounded, fact, needs_gpu, worst
-from nsa.check.gpu_check_report import GpuCheck, MeasuredTable
+from nsa.check.gpu_check_report import GpuCheck, GpuCheckReport, MeasuredTable, cells
+from nsa.check.installation import installation_facts
 from nsa.check.prove import error_under_autocast
 from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.registry import BACKENDS, BRANCHES
-from nsa.kernels.self_check import CheckRequest, RecordStore, key_for, recorded, verify
-from nsa.token_counts import spell
+from nsa.kernels.self_check import CheckRequest, RecordStore, clean_environment, key_for, recorded, verify
+from nsa.kernels.triton_environment import triton_faults
 
 _AUTOCAST_BACKENDS = (BACKEND, "portable")
 _REHEARSED_PARTS = ("sliding", "mix, 3 gates per group in float32")  # quick when interpreted
-_MEMORY_TIMEOUT_S = 600.0
 _EVERY, _FIRST, _LAST = slice(None), slice(1), slice(-1, None)
 
 _MODULE_CHECKS: tuple[tuple[str, str, module_checks.ModuleCheck, slice], ...] = (
@@ -90,21 +85,33 @@ def _describe(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
         if (reason := BACKENDS[BACKEND].why_not(branch, sizes.device, TORCH_DTYPES[dtype], case.shape))
     ]
     yield bounded("kernels that cannot run here", len(refused), 0, "; ".join(refused[:2]))
+    faults = [fault.problem for fault in triton_faults("cuda" if sizes.is_gpu else "cpu")]
+    yield bounded("what Triton lacks here", len(faults), 0, "; ".join(faults))
+    yield fact("other packages", ", ".join(f"{name} {version}" for name, version in peer_versions().items()))
 
 
 def _self_check(sizes: CheckSizes) -> Iterator[GpuCheck]:
     """Run again what decides whether `auto` takes the Triton kernels on this GPU, and rewrite the records."""
     run = _every_record if sizes.is_gpu else _rehearsed_record
     yield GpuCheck("self-check", "Triton kernels, before 'auto' takes them", partial(run, sizes))
+    yield GpuCheck("self-check", "what 'auto' takes", partial(_installation, sizes))
 
 
-def _rehearsed_record(sizes: CheckSizes) -> Iterator[CheckResult]:
+def _installation(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
+    s = SHAPES["base"]
+    dtype = "bf16" if sizes.is_gpu else "fp32"
+    facts = installation_facts(sizes.device, dtype, s.n_heads, s.n_kv_groups, s.d_k, s.d_v)
+    yield MeasuredTable(facts, kind="installation")
+    yield fact(f"kernels, {dtype}", facts["kernels"])
+
+
+def _rehearsed_record(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     key = key_for(sizes.device, torch.float32, sizes.module.shape.kernel, parts=_REHEARSED_PARTS)
     with tempfile.TemporaryDirectory() as folder:
         yield from _record(CheckRequest(sizes.device, key, Path(folder)))
 
 
-def _every_record(sizes: CheckSizes) -> Iterator[CheckResult]:
+def _every_record(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     """The base shape in bf16, and every shape and dtype that was checked on a GPU of this name before."""
     device, folder = torch.device("cuda", torch.cuda.current_device()), cache_folder()
     known = recorded(folder, torch.cuda.get_device_name(device))
@@ -112,7 +119,7 @@ def _every_record(sizes: CheckSizes) -> Iterator[CheckResult]:
         yield from _record(CheckRequest(device, key_for(device, dtype, shape, tuned=tuned), folder))
 
 
-def _record(request: CheckRequest) -> Iterator[CheckResult]:
+def _record(request: CheckRequest) -> Iterator[CheckResult | MeasuredTable]:
     key = request.key
     groups, heads, d_k, d_v = key.shape
     what = f"{key.dtype}, {heads} heads/group, {groups} groups, {d_k}/{d_v}, blocks {key.geometry}"
@@ -123,7 +130,7 @@ def _record(request: CheckRequest) -> Iterator[CheckResult]:
     yield bounded(f"figures that do not hold, {what}", max(wrong, int(not verdict.passed)), 0, verdict.reason)
     if record:
         yield fact(f"seconds, {what}", ", ".join(f"{name} {took:g}" for name, took in record.seconds.items()))
-        yield fact(f"record, {what}", store.path.name)
+        yield MeasuredTable(asdict(record), kind="self_check")
 
 
 def _parity(sizes: CheckSizes) -> Iterator[GpuCheck]:
@@ -200,100 +207,18 @@ def _long(sizes: CheckSizes) -> Iterator[GpuCheck]:
         yield GpuCheck("long", f"{sizes.long.length} tokens, {dtype}", run)
 
 
-def _speed(sizes: CheckSizes) -> Iterator[GpuCheck]:
-    if not sizes.full:
-        return
-    s, device = sizes.speed, sizes.device.type
-    yield GpuCheck("speed", "peaks", partial(_peaks, sizes))
-    tasks = [
-        BenchTask("attention", s.shape, length, dtype, backward, device=device)
-        for dtype in s.dtypes
-        for length in s.lengths
-        for backward in s.backward
-    ]
-    tasks += [BenchTask("decode", s.shape, n, dtype, device=device) for dtype in s.dtypes for n in s.decode_lengths]
-    for task in tasks:
-        yield GpuCheck("speed", _described(task), partial(_measure, sizes, task))
-    for length in s.memory_lengths:
-        task = BenchTask("attention", s.shape, length, s.dtypes[0], True, device=device)
-        yield GpuCheck("speed", f"memory, {_described(task)}", partial(_memory, sizes, task))
-
-
-def _described(task: BenchTask) -> str:
-    return f"{task.op}{' fwd+bwd' * task.backward}, {task.dtype}, {spell(task.length)}"
-
-
-@cache
-def _measured_peaks(sizes: CheckSizes) -> MachinePeaks:
-    return measure_peaks(len(available_cores()), sizes.device)
-
-
-def _peaks(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
-    peaks = _measured_peaks(sizes)
-    line = report.peaks_line(peaks)
-    yield fact("peaks", line.partition(": ")[2])
-    yield MeasuredTable(asdict(peaks), [], [line], "peaks")
-
-
-def _measure(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
-    threads = len(available_cores())
-    peaks = _measured_peaks(sizes) if sizes.is_gpu else None
-    with pinned(threads):
-        measurement = measure(
-            task, choose_implementations([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
-            budget_s=sizes.speed.budget_s, peaks=peaks, log=lambda text: None,
-        )  # fmt: skip
-    model = _modelled(task, describe_device(sizes.device)["name"]) if sizes.is_gpu else None
-    record = measurement.to_json() | {"modelled": model}
-    rows = [(*row, _modelled_cell(model) if row[3] == BACKEND else "") for row in report.rows(measurement)]
-    yield MeasuredTable(record, rows, report.notes(measurement))
-    yield _result(measurement, model, sizes)
-
-
-def _result(measurement: BenchMeasurement, model: dict[str, float] | None, sizes: CheckSizes) -> CheckResult:
-    """Holds if the timed implementation is correct; the ratio itself has no limit."""
-    ours = next(entry for entry in measurement.entries if entry.name == BACKEND)
-    claim = f"{_described(measurement.task)}, × dense"
-    if ours.absent or not ours.agreement.agrees:
-        return CheckResult(claim, CheckStatus.FAILS, None, None, ours.absent or ours.agreement.reason)
-    if not sizes.is_gpu:
-        return CheckResult(
-            claim, CheckStatus.HOLDS, None, None, "the output is correct; interpreted kernels are not timed"
-        )
-    took = report.seconds(ours.time_s.median) if ours.time_s else "–"
-    prediction = f"modelled {_modelled_cell(model)}" if model else "not modelled"
-    ratio = ours.ratio.median if ours.ratio else None
-    return CheckResult(claim, CheckStatus.HOLDS, ratio, None, "; ".join(filter(None, (took, prediction, ours.refused))))
-
-
-def _modelled_cell(model: dict[str, float] | None) -> str:
-    return f"{report.seconds(model['seconds'])}, {model['ratio']:.2f}×" if model else "–"
-
-
-def _memory(sizes: CheckSizes, task: BenchTask) -> Iterator[CheckResult | MeasuredTable]:
-    measured = measure_memory(
-        all_implementations()[BACKEND], task, sizes.speed.shape_name, threads=len(available_cores()),
-        timeout_s=_MEMORY_TIMEOUT_S,
-    )  # fmt: skip
-    yield MeasuredTable(measured, [report.memory_row(measured)], [], "memory")
-    claim = f"memory above the inputs, {_described(task)}, MiB"
-    verdict = CheckStatus.FAILS if measured["absent"] else CheckStatus.HOLDS
-    yield CheckResult(claim, verdict, measured["peak_mib"], None, measured["absent"])
-
-
-def _modelled(task: BenchTask, gpu_name: str) -> dict[str, float] | None:
-    """Modelled seconds, dense seconds and ratio from the table; None for a GPU, shape or operation not in it."""
-    if task.op != "attention" or task.shape != SHAPES["base"]:
-        return None
-    for word in re.findall(r"[a-z0-9]+", gpu_name.lower()):
-        if prediction := predictions().get((word, task.length, task.dtype, task.backward)):
-            return prediction
-    return None
+def _devices(sizes: CheckSizes) -> Iterator[GpuCheck]:
+    yield from _of_module("devices", sizes)
+    yield from timing_checks.two_ranks(sizes)
 
 
 _SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "environment": _environment,
     "self-check": _self_check,
+    "host": timing_checks.host,
+    "kernels": timing_checks.kernels,
+    "generation": timing_checks.generation,
+    "training": partial(_of_module, "training"),
     "parity": _parity,
     "autocast": _autocast,
     "causality": partial(_of_module, "causality"),
@@ -301,10 +226,11 @@ _SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "compile": partial(_of_module, "compile"),
     "decode": partial(_of_module, "decode"),
     "long": _long,
-    "devices": partial(_of_module, "devices"),
-    "training": partial(_of_module, "training"),
-    "speed": _speed,
+    "devices": _devices,
+    "speed": timing_checks.speed,
 }
+"""What says most in the first minutes comes first."""
+_ONLY_FULL = ("host", "kernels", "generation", "speed")
 SUBJECTS = tuple(_SUBJECTS)
 
 _ENTRY_POINT_GROUP = "nsa.gpu_checks"
@@ -315,7 +241,7 @@ _MOST_LINES = 40
 
 @dataclass(frozen=True)
 class GpuCheckRequest:
-    """Options of `nsa gpu-check` that the child needs."""
+    """Options of the GPU check that the child needs."""
 
     rehearse: bool = False
     full: bool = False
@@ -326,10 +252,10 @@ class GpuCheckRequest:
         for name in self.only:
             if name not in SUBJECTS:
                 raise ConfigError(f"--only is {name!r}: there is no such subject. Use one of: {', '.join(SUBJECTS)}.")
-        if "speed" in self.only and not self.full:
-            raise ConfigError(
-                "--only speed without --full times nothing: the benchmark is what --full adds. Add --full."
-            )
+            if name in _ONLY_FULL and not self.full:
+                raise ConfigError(
+                    f"--only {name} without --full times nothing: timings are what --full adds. Add --full."
+                )
         sizes = rehearsal(full=self.full) if self.rehearse else on_gpu(torch.device("cuda"), full=self.full)
         checks: list[GpuCheck] = []
         for subject, its_checks in _SUBJECTS.items():
@@ -339,12 +265,16 @@ class GpuCheckRequest:
                     checks += entry.load()(sizes)
         return checks
 
+    @property
+    def command(self) -> str:
+        """As it may be typed again, without the name of a file."""
+        words = ["--full"] * self.full + ["--rehearse"] * self.rehearse
+        return " ".join(["nsa gpu-check", *words, *(f"--only {subject}" for subject in self.only)])
+
 
 @dataclass
 class GpuCheckRunner:
     request: GpuCheckRequest
-    environ: Mapping[str, str]
-    """Environment of the child; Triton reads TRITON_INTERPRET when it is imported."""
     silence_s: float = _SILENCE_TIMEOUT_S
     traces: dict[str, str] = field(default_factory=dict)
     """By check that ended the child: the last lines of its output."""
@@ -354,10 +284,10 @@ class GpuCheckRunner:
 
     def run(self) -> Iterator[GpuCheck | CheckResult | MeasuredTable]:
         """Yield each check as it begins, then its results; a check that ends the child yields a failed result."""
-        first = 0
+        first, environ = 0, clean_environment(interpret=self.request.rehearse)
         while first < len(self.checks):
             reached, began = -1, time.monotonic()
-            with ChildProcess("the process", ("-m", "nsa.check.gpu_check"), self.environ) as child:
+            with ChildProcess("the process", ("-m", "nsa.check.gpu_check"), environ) as child:
                 child.send(first=first, **vars(self.request))
                 try:
                     for message in child.messages(silence_s=self.silence_s):
@@ -379,6 +309,64 @@ class GpuCheckRunner:
             if reached < first:  # the child cannot even start
                 return
             first = reached + 1
+
+
+_INTERRUPTED = 130  # exit code of a shell for SIGINT
+
+
+def run_gpu_check(request: GpuCheckRequest, bundle: Path | None) -> int:
+    """Run the checks, print each result and keep all so far in the archive; return the exit code."""
+    if not (request.rehearse or torch.cuda.is_available()):
+        raise ConfigError(
+            f"nsa gpu-check needs a GPU and torch {torch.__version__} sees none here: what it proves cannot be proven "
+            f"elsewhere. Run it on a machine with one and torch's GPU build, or add --rehearse to run the same checks "
+            f"interpreted on this CPU."
+        )
+    runner, machine = GpuCheckRunner(request), describe_machine()
+    record = GpuCheckReport(
+        request.command, machine, request.rehearse, request.full, request.only, traces=runner.traces
+    )
+    stamp = machine["time"].partition("+")[0].replace(":", "")
+    file = bundle or Path(f"gpu_check_{stamp}.zip")
+    try:
+        if file.exists():
+            raise ConfigError(f"--bundle is {file}, which exists and may hold another check. Name another file.")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        record.write(file)
+    except OSError as error:
+        raise ConfigError(f"--bundle is {file}, which cannot be written ({error.strerror}). Name another.") from None
+    try:
+        for number, result in _numbered(runner.run()):
+            if isinstance(result, GpuCheck):
+                where = f"[{number}/{len(runner.checks)}] {result.subject}: {result.name}"
+                print(where, file=sys.stderr, flush=True)
+                continue
+            record.add(result)
+            record.write(file)
+            if isinstance(result, CheckResult):
+                print(_line(result), flush=True)
+        record.complete = True
+    except KeyboardInterrupt:
+        print("interrupted")
+    record.write(file)
+    print(f"{record.title()}\n{record.summary()}\nwrote {file}")
+    return 0 if record.holds else 1 if record.complete else _INTERRUPTED
+
+
+def _numbered(
+    results: Iterator[GpuCheck | CheckResult | MeasuredTable],
+) -> Iterator[tuple[int, GpuCheck | CheckResult | MeasuredTable]]:
+    """Each with the number of checks that have begun."""
+    begun = 0
+    for result in results:
+        begun += isinstance(result, GpuCheck)
+        yield begun, result
+
+
+def _line(row: CheckResult) -> str:
+    verdict, subject, claim, measured, limit, seconds, note = cells(row)
+    bound = f"{measured:>9} {f'≤ {limit}' if limit else '':8}" if row.verdict != "fact" else f"{measured:18}"
+    return f"{verdict:11} {subject:11} {claim:78} {bound} {seconds:>6} s  {note}".rstrip()
 
 
 def _answer(write: Callable[..., None], first: int, **options: Any) -> None:

@@ -167,7 +167,7 @@ def graph_replay(case: ModuleCase) -> Iterator[CheckResult]:
         module(x[:, :prompt], cache=cache)
     eager, captured, spare = caches
     token = x[:, prompt : prompt + 1].clone()
-    with _second_stream(case.device):  # compile kernels and warm up libraries before capturing
+    with second_stream(case.device):  # compile kernels and warm up libraries before capturing
         for _ in range(3):
             module(token, cache=spare)
     graph = torch.cuda.CUDAGraph()
@@ -234,7 +234,7 @@ def _step_results(module: NSAAttention, x: Tensor) -> Results:
 
 
 @contextmanager
-def _second_stream(device: torch.device) -> Iterator[None]:
+def second_stream(device: torch.device) -> Iterator[None]:
     """Inside, work goes to another stream; each waits for the other at the ends."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -257,7 +257,7 @@ def second_run(case: ModuleCase) -> Iterator[CheckResult]:
     if not case.is_gpu:
         yield needs_gpu(claim)
         return
-    with _second_stream(case.device):
+    with second_stream(case.device):
         again = run()
     yield differing(claim, again, first)
 

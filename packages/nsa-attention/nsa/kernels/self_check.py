@@ -368,7 +368,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
     part, done, why, hint, lines = "start", False, "", "", []
     command = ("-P", "-c", _PROGRAM, str(request.package.parent))
     try:
-        with ChildProcess("the process", command, _clean_environment(interpret=request.device.type == "cpu")) as child:
+        with ChildProcess("the process", command, clean_environment(interpret=request.device.type == "cpu")) as child:
             child.send(**request.arguments)
             try:
                 for message in child.messages(silence_s=request.silence_s):
@@ -422,7 +422,7 @@ def _record(
     return CheckRecord(key, not reason, reason, figures, seconds, tail, transient=bool(why and hint and not wrong))
 
 
-def _clean_environment(*, interpret: bool) -> dict[str, str]:
+def clean_environment(*, interpret: bool) -> dict[str, str]:
     """This process's variables without torchrun's and without settings of this package: for one process on one device.
 
     `interpret`: whether Triton's kernels are interpreted there.

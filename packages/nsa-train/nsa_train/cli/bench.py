@@ -25,7 +25,10 @@ Lengths = Annotated[str, typer.Option(help="Tokens, e.g. 2k,4k,8k; k is 1,024.")
 Dtype = Annotated[str, typer.Option(help="fp32, bf16 or fp16, several with commas; the same for all implementations.")]
 ShapeName = Annotated[
     str,
-    typer.Option(help="base (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), tiny."),
+    typer.Option(
+        help="base (12 heads, 2 groups, d=64), gqa16 (16 heads per group), paper (64 heads, 192/128), "
+        "tiny, wide (32 heads, 8 groups, d=128)."
+    ),
 ]
 _Backend = Annotated[
     list[str] | None, typer.Option(help="Time this backend; repeat for more. Default: all that `auto` may choose.")

@@ -12,11 +12,10 @@ Frozen parameters (`train.trainable`) have no gradients and no optimizer states;
 all were trained, so that the time of such a run is an upper bound.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nsa.bench.predictions import predictions
+from nsa.bench.predictions import gpu_of_model, predictions
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
 from nsa.core.layer_pattern import kind_counts
 from nsa.geometry import Geometry
@@ -118,7 +117,9 @@ def _step_time(config: RunConfig, target: HardwareTarget, work: _StepWork, backe
         share, like = _triton_share(target.device.name, config.train.seq_len)
         seconds = work.tokens * work.attention_flops / (peak * share)
         as_on = f" as on {like}" if like not in target.device.name else ""
-        return _StepTime(seconds + rest_s, f"modelled: attention at {share:.0%} of peak{as_on}, {rest}")
+        return _StepTime(
+            seconds + rest_s, f"modelled: attention at {share:.0%} of peak{as_on}, {rest}; host time not included"
+        )
     moved = _portable_bytes_per_token(config, recomputed=work.recomputes_attention)
     seconds = work.tokens * moved / (target.count * _BANDWIDTH_SHARE * bandwidth)
     least = "at least; " if backend == "reference" else ""
@@ -149,8 +150,7 @@ def _portable_bytes_per_token(config: RunConfig, *, recomputed: bool) -> float:
 
 def _triton_share(device_name: str, length: int) -> tuple[float, str]:
     """Share of the bf16 peak that attention reaches by the model, and the GPU it is modelled for."""
-    words = re.findall(r"[a-z0-9]+", device_name.lower())
-    gpu = next((word for word in words if word in {gpu for gpu, *_ in predictions()}), _MODELLED_LIKE)
+    gpu = gpu_of_model(device_name) or _MODELLED_LIKE
     lengths = {n for name, n, *_ in predictions() if name == gpu}
     nearest = min(lengths, key=lambda n: max(n / length, length / n))
     reads = Geometry().total_reads(nearest)
