@@ -6,6 +6,8 @@
     python -m proofs.ptx_emulator ptx range_forward_kernel --case sliding --gpu sm_80
     python -m proofs.ptx_emulator faults                       # plants every fault of planted_faults.toml
     python -m proofs.ptx_emulator faults -k wait
+    python -m proofs.ptx_emulator idle-stores --gpu sm_80      # copies of stores that no case reaches
+    python -m proofs.ptx_emulator unknown --gpu sm_100         # instructions that cannot be emulated
 
 No GPU is needed. `run` fails if a figure is out of its limit or the emulator reports a finding. Existing kernel tests
 run in the emulator too:
@@ -22,11 +24,12 @@ from pathlib import Path
 import torch
 
 from nsa.bench.case import TORCH_DTYPES
-from proofs.compile_report.report import MODELS, jobs
-from proofs.ptx_emulator.cases import CASES
-from proofs.ptx_emulator.counts import CLASSES, by_class
+from proofs.compile_report.report import GPUS, MODELS, compile_for, jobs
+from proofs.ptx_emulator.cases import CASES, run_case
+from proofs.ptx_emulator.counts import CLASSES, by_class, idle_stores, unknown_instructions
 from proofs.ptx_emulator.driver import EmulatorDriver, emulated
 from proofs.ptx_emulator.fault_drill import drill, load_faults, markdown, summary
+from proofs.ptx_emulator.machine import Machine
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
     faults = commands.add_parser("faults", help="plant faults in PTX and report which are caught")
     faults.add_argument("-k", dest="match", default="", help="only faults whose name contains this")
     faults.add_argument("--markdown", action="store_true", help="print the table of docs/kernels/EMULATOR.md")
-    for command in (run, ptx):
+    idle = commands.add_parser("idle-stores", help="run all cases and list the stores that stored nothing")
+    unknown = commands.add_parser("unknown", help="compile every kernel and list what the emulator cannot execute")
+    for command in (run, ptx, idle, unknown):
         command.add_argument("--gpu", default="sm_80", help="architecture to compile for (default: sm_80)")
         command.add_argument("--dtype", choices=TORCH_DTYPES, default="bf16")
     options = parser.parse_args(arguments)
@@ -57,6 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = TORCH_DTYPES[options.dtype]
     if options.command == "ptx":
         return _print_ptx(options.kernel, options.case, options.gpu, dtype)
+    if options.command == "idle-stores":
+        return _print_idle_stores(options.gpu, dtype)
+    if options.command == "unknown":
+        return _print_unknown(options.gpu)
     return _run(list(CASES) if options.case == "all" else [options.case], options.gpu, dtype, options.json)
 
 
@@ -65,7 +74,7 @@ def _run(names: list[str], gpu: str, dtype: torch.dtype, to: Path | None) -> int
     with emulated(gpu) as driver:
         for name in names:
             began = time.perf_counter()
-            figures = CASES[name](dtype)
+            figures = run_case(name, dtype)
             findings = driver.log.take()
             right = all(figure.holds for figure in figures)
             good &= right and not findings
@@ -91,12 +100,40 @@ def _print_counts(counts: dict[str, dict[str, int]], driver: EmulatorDriver) -> 
 
 def _print_ptx(kernel: str, case: str, gpu: str, dtype: torch.dtype) -> int:
     with emulated(gpu) as driver:
-        CASES[case](dtype)
+        run_case(case, dtype)
         texts = [text for (name, text) in driver.machines if name == kernel]
         if not texts:
             print(f"{case} has no kernel {kernel}, but: {', '.join(sorted({n for n, _ in driver.machines}))}")
             return 1
         print(texts[0])
+    return 0
+
+
+def _print_idle_stores(gpu: str, dtype: torch.dtype) -> int:
+    with emulated(gpu) as driver:
+        for name in CASES:
+            run_case(name, dtype)
+        by_name: dict[str, list[Machine]] = {}
+        for (kernel, _), machine in driver.machines.items():
+            by_name.setdefault(kernel, []).append(machine)
+    total = 0
+    idle: list[str] = []
+    for kernel, variants in by_name.items():
+        stores, copies = idle_stores(variants)
+        total += copies
+        idle += [f"{kernel}: {store}" for store in stores]
+    print("\n".join([*idle, f"{len(idle)} of {total} copies of stores stored nothing in {len(CASES)} cases"]))
+    return 0
+
+
+def _print_unknown(gpu: str) -> int:
+    for job in jobs(MODELS["base"], gpu):
+        assembly = compile_for(job, GPUS[gpu]).asm
+        if "ptx" not in assembly:
+            print(f"{job.kernel}: no PTX: {gpu} has machine code of its own, of which nothing is emulated")
+            continue
+        counts = unknown_instructions(assembly["ptx"])
+        print(f"{job.kernel}: {', '.join(f'{name} {n}' for name, n in sorted(counts.items())) or 'all known'}")
     return 0
 
 

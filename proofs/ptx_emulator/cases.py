@@ -6,6 +6,7 @@ B batch · S queries · T keys · G kv groups · R heads per group · K key dim 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,14 +15,23 @@ from torch import Tensor
 
 from nsa.bench.case import SHAPES, BenchShape
 from nsa.check.cases import KernelCase
-from nsa.check.comparison import SELECTION_LIMIT, CheckResult, blocks_error, bounded, relative_rms
+from nsa.check.comparison import (
+    SELECTION_LIMIT,
+    CheckResult,
+    blocks_error,
+    bounded,
+    poisoned_memory,
+    relative_rms,
+)
 from nsa.check.decode_case import StepCase
 from nsa.check.kernel_call import CPU, NAMES, KernelCall, QueryPositions
 from nsa.check.kernel_checks import LayerCase
 from nsa.core.positions import packed_layout, plain_layout
+from nsa.geometry import Geometry
 from nsa.kernels import reference
 from nsa.kernels.interface import CachedKeys, CacheView, one_page_per_row
 from nsa.kernels.registry import BACKENDS
+from nsa.kernels.triton import block_index
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Relative RMS error against the reference in fp64."""
@@ -32,7 +42,16 @@ LATE_KEYS, LATE_QUERIES = 3300, 12
 """A few queries at the end of a long row: several tiles of compressed keys, and more blocks than are chosen."""
 PACKED = (0, 1, 50, 150)
 """Ends of the documents of a row of 150 tokens."""
+SMALL_WINDOW = replace(BASE, geometry=replace(BASE.geometry, w=40))
+"""A window that rows of 150 tokens exceed."""
+THIN = BenchShape(1, 1, 16, 16, Geometry(l=32, d=16, l_sel=64, n_sel=4, w=40))
+"""One narrow head, so that rows may be long: more queries than one program of `bounds` takes."""
+LONG = (0, 1, 400, 1150)
+WINDOWS_PER_CHUNK = 2
+"""Of the case of long rows, where a program takes several chunks of queries: from 131,072 keys on otherwise."""
 SHORT = (0, 1, 20, 110)
+LONG_RUNS = (0, 200)
+"""Four chunks of 64 queries, the last one of 8."""
 PLAIN = (0, 150)
 """One document: tiles of keys and windows that every row of a tile sees, whose loops run without masks."""
 LATE = ()
@@ -164,6 +183,22 @@ def _mix(dtype: torch.dtype) -> list[CheckResult]:
     ]  # fmt: skip
 
 
+def _in_long_runs(dtype: torch.dtype) -> list[CheckResult]:
+    """The block index as of a long row, where a program takes several chunks: runs of three and of one."""
+    before = block_index.WINDOWS_PER_CHUNK
+    block_index.WINDOWS_PER_CHUNK = WINDOWS_PER_CHUNK
+    try:
+        return _attention("selected", LONG_RUNS, dtype)
+    finally:
+        block_index.WINDOWS_PER_CHUNK = before
+
+
+def run_case(name: str, dtype: torch.dtype) -> list[CheckResult]:
+    """Run a case in memory that holds NaN until it is written: what a store leaves out shows in the numbers."""
+    with poisoned_memory():
+        return CASES[name](dtype)
+
+
 CASES: dict[str, Callable[[torch.dtype], list[CheckResult]]] = {
     "sliding": lambda dtype: _attention("sliding", PACKED, dtype),
     "compressed": lambda dtype: _attention("compressed", PACKED, dtype),
@@ -171,6 +206,11 @@ CASES: dict[str, Callable[[torch.dtype], list[CheckResult]]] = {
     "sliding_plain": lambda dtype: _attention("sliding", PLAIN, dtype),
     "selected_plain": lambda dtype: _attention("selected", PLAIN, dtype),
     "compressed_late": lambda dtype: _attention("compressed", LATE, dtype),
+    "sliding_small_window": lambda dtype: _attention("sliding", PACKED, dtype, SMALL_WINDOW),
+    "selected_long_runs": _in_long_runs,
+    "sliding_long": lambda dtype: _attention("sliding", LONG, dtype, THIN),
+    "compressed_long": lambda dtype: _attention("compressed", LONG, dtype, THIN),
+    "selected_long": lambda dtype: _attention("selected", LONG, dtype, THIN),
     "selected_late": lambda dtype: _attention("selected", LATE, dtype),
     "select": lambda dtype: _selection(SHORT, dtype),
     "select_late": lambda dtype: _selection(LATE, dtype),

@@ -1,10 +1,11 @@
 """Dynamic instruction counts: how many warp instructions of each class a kernel executed, how often its loops ran."""
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from proofs.ptx_emulator.machine import Machine
+from proofs.ptx_emulator.machine import BUILDERS, ENDS_OF_BLOCKS, Machine
 from proofs.ptx_emulator.state import WARP
 
 CLASSES = (
@@ -62,3 +63,27 @@ def loops_executed(machine: Machine) -> list[LoopCounts]:
         trips = sum(int(machine.warps_by_block[last]) for last in ends) // warps
         loops.append(LoopCounts(trips, Counter({opcode: n * warps for opcode, n in opcodes.items()})))
     return loops
+
+
+def idle_stores(machines: Iterable[Machine]) -> tuple[list[str], int]:
+    """Stores to global memory of one kernel that never stored anything, where a fault shows nowhere; and all of them.
+
+    The compiler makes several copies of a store: for the parts of a tile, and for the ways through a kernel. Variants
+    of a kernel for other constants with as many stores have the same copies, so that one of them has to store.
+    """
+    idle: dict[tuple[int, int], str] = {}
+    reached: set[tuple[int, int]] = set()
+    for machine in machines:
+        stores = [at for at in machine.kernel.instructions if at.opcode.startswith("st.global")]
+        for number, at in enumerate(stores):
+            copy = len(stores), number
+            idle.setdefault(copy, f"store {number} of {len(stores)}, line {at.line}: {at.text}")
+            if at.line in machine.unit.memory.stored_lines:
+                reached.add(copy)
+    return [text for copy, text in idle.items() if copy not in reached], len(idle)
+
+
+def unknown_instructions(ptx: str) -> Counter[str]:
+    """Instructions that the emulator does not execute, and how often they are in the text."""
+    opcodes = re.findall(r"^\t(?:@!?%p\d+ )?([a-z][\w.:]*)[ \t;]", ptx, re.MULTILINE)
+    return Counter(opcode for opcode in opcodes if opcode not in (*BUILDERS, *ENDS_OF_BLOCKS))

@@ -7,13 +7,13 @@ and the replacement (empty: the instruction is removed). `shared_bytes` takes by
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from proofs.ptx_emulator.cases import CASES
+from proofs.ptx_emulator.cases import run_case
 from proofs.ptx_emulator.driver import EmulatorDriver, emulated
 from proofs.ptx_emulator.parser import UnsupportedPtx
 
@@ -34,6 +34,8 @@ class PtxFault:
     nth: int = 0
     """Number of the matching instruction, from the end if negative."""
     replace: str = ""
+    every: bool = False
+    """Plant it in each of the matching instructions in turn, e.g. in every copy that the compiler made of a store."""
     gpu: str = "sm_80"
     shared_bytes: int = 0
     """Taken from the kernel's shared memory."""
@@ -60,10 +62,14 @@ class FaultResult:
     findings: tuple[str, ...]
     """Kinds of findings; "refused" where the emulator stopped with an error."""
     wrong_numbers: bool
+    copies: int = 1
+    """Instructions that it was planted in, one after the other."""
+    missed_copies: tuple[int, ...] = ()
+    """Those that nothing showed, by number."""
 
     @property
     def caught(self) -> bool:
-        return bool(self.findings) or self.wrong_numbers
+        return (bool(self.findings) or self.wrong_numbers) and not self.missed_copies
 
     @property
     def shown_by(self) -> list[str]:
@@ -72,7 +78,10 @@ class FaultResult:
     def __str__(self) -> str:
         what = f"{self.fault.kernel} on {self.fault.gpu}: {self.fault.name}"
         shown = ", ".join(self.shown_by) or self.fault.missed_because
-        return f"{'caught' if self.caught else 'MISSED'}  {what}: {shown}"
+        copies = f", {self.copies} copies" * self.fault.every + f", missed: {self.missed_copies}" * bool(
+            self.missed_copies
+        )
+        return f"{'caught' if self.caught else 'MISSED'}  {what}{copies}: {shown}"
 
 
 def load_faults() -> list[PtxFault]:
@@ -87,7 +96,21 @@ def drill(faults: Iterable[PtxFault]) -> Iterator[FaultResult]:
     for gpu, some in by_gpu.items():
         with emulated(gpu) as driver:
             for fault in some:
-                yield run_fault(driver, fault)
+                yield run_in_every_copy(driver, fault) if fault.every else run_fault(driver, fault)
+
+
+def run_in_every_copy(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
+    results: list[FaultResult] = []
+    while True:
+        try:
+            results.append(run_fault(driver, replace(fault, nth=len(results))))
+        except LookupError:  # there are no more
+            if not results:
+                raise
+            break
+    findings = sorted({finding for result in results for finding in result.findings})
+    missed = tuple(nth for nth, result in enumerate(results) if not result.caught)
+    return FaultResult(fault, tuple(findings), any(r.wrong_numbers for r in results), len(results), missed)
 
 
 def run_fault(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
@@ -102,7 +125,7 @@ def run_fault(driver: EmulatorDriver, fault: PtxFault) -> FaultResult:
     driver.replace_edit(edit)
     driver.less_shared = {f"{fault.kernel}_kernel": fault.shared_bytes}
     try:
-        figures = CASES[fault.case](torch.bfloat16)
+        figures = run_case(fault.case, torch.bfloat16)
         wrong, kinds = not all(f.holds for f in figures), [str(each.kind) for each in driver.log.take()]
     except (UnsupportedPtx, RuntimeError, IndexError, OverflowError):  # nonsense that a wrong index led to
         wrong, kinds = False, [*map(str, (finding.kind for finding in driver.log.take())), "refused"]
@@ -123,5 +146,6 @@ def markdown(results: list[FaultResult]) -> str:
     rows = ["| fault | kernel | GPU | found by |", "|---|---|---|---|"]
     for result in results:
         shown = ", ".join(result.shown_by).replace("_", " ") or f"**missed**: {result.fault.missed_because}"
-        rows.append(f"| {result.fault.name} | {result.fault.kernel} | {result.fault.gpu} | {shown} |")
+        name = result.fault.name + f" ({result.copies} copies)" * result.fault.every
+        rows.append(f"| {name} | {result.fault.kernel} | {result.fault.gpu} | {shown} |")
     return "\n".join([*rows, "", summary(results)])

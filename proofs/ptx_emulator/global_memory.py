@@ -51,6 +51,8 @@ class GlobalMemory:
         self._state, self._shift = state, cell_bytes.bit_length() - 1
         self.arenas: list[MemoryArena] = []
         self._last: dict[int, MemoryArena] = {}
+        self.stored_lines: set[int] = set()
+        """Lines of stores that stored something, over all launches."""
 
     def begin(self, arenas: list[MemoryArena], written: set[int] | None) -> None:
         """`written`: addresses that the kernel's stores are relative to; None: not known."""
@@ -97,6 +99,7 @@ class GlobalMemory:
             if not keep.any():
                 continue
             index = (address[keep] - np.uint64(arena.origin)).astype(np.int64)
+            self.stored_lines.add(at.line)
             arena.rows(n_bytes)[index // n_bytes] = data[keep]
             self._check_write(at, arena, index, address, keep, data[keep])
 

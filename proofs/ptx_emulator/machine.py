@@ -33,6 +33,7 @@ LANES_AT_ONCE = 8192
 ProgramOrder = Callable[[int], list[int]]
 """Order in which n programs run; a batch of them runs at a time."""
 _BARRIERS = ("bar.sync", "barrier.sync", "barrier.sync.aligned")
+ENDS_OF_BLOCKS = (*_BARRIERS, "bra", "bra.uni", "ret", "exit")
 
 
 def _on_lanes(build: LaneBuilder) -> Builder:

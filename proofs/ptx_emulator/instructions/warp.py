@@ -1,6 +1,7 @@
 """Instructions across the lanes of a warp: shuffles, reductions, votes and warp barriers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -51,15 +52,17 @@ def build_shuffle(unit: ExecutionUnit, at: Instruction) -> Run:
     return run
 
 
-_REDUCTIONS: dict[str, tuple[Callable[..., Array], type[np.generic]]] = {
+_VIEWS: dict[str, Any] = {"s32": np.int32, "f32": np.float32}
+_REDUCTIONS: dict[str, tuple[Callable[..., Array], Any]] = {
     f"redux.sync.{name}.{t}": (function, view)
     for name, function, types in (
         ("add", np.add.reduce, ("s32", "u32")), ("min", np.minimum.reduce, ("s32", "u32")),
         ("max", np.maximum.reduce, ("s32", "u32")), ("and", np.bitwise_and.reduce, ("b32",)),
         ("or", np.bitwise_or.reduce, ("b32",)), ("xor", np.bitwise_xor.reduce, ("b32",)),
+        ("min", np.fmin.reduce, ("f32",)), ("max", np.fmax.reduce, ("f32",)),  # sm_100: NaN only if all are
     )
     for t in types
-    for view in (np.int32 if t == "s32" else np.uint32,)
+    for view in (_VIEWS.get(t, np.uint32),)
 }  # fmt: skip
 
 

@@ -46,6 +46,16 @@ def test_reductions_of_each_warp(name, function):
     assert out.tolist() == [function(x[:32])] * 32 + [function(x[32:])] * 32
 
 
+@pytest.mark.parametrize(("name", "function"), [("min", np.min), ("max", np.max)])
+def test_reductions_of_floats_leave_nan_out(name, function):
+    x = np.random.default_rng(0).normal(size=64).astype(np.float32)
+    x[5], out = np.nan, np.zeros(64, np.float32)
+    body = at(0, 4) + "\tld.global.b32 %r1, [%rd80];\n\tmov.b32 %r2, -1;\n"
+    body += f"\tredux.sync.{name}.f32 %r3, %r1, %r2;\n" + at(1, 4) + "\tst.global.b32 [%rd80], %r3;\n"
+    assert not run(body, x, out, threads=64)
+    assert out.tolist() == [function(np.delete(x[:32], 5))] * 32 + [function(x[32:])] * 32
+
+
 def test_ballot():
     p = np.arange(32) % 3 == 0
     got = lanes("vote.sync.ballot.b32", [p], np.dtype(np.uint32), more=", -1")
