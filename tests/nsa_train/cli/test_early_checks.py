@@ -32,6 +32,9 @@ def folder(tmp_path) -> Path:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("text")
     (tmp_path / "run" / names.CHECKPOINTS).mkdir(parents=True)
+    (tmp_path / "exported").mkdir()
+    for file in ("config.json", "tokenizer_config.json"):
+        (tmp_path / "exported" / file).write_text("{}")
     (tmp_path / "trained" / names.CHECKPOINTS / "step7").mkdir(parents=True)
     return tmp_path
 
@@ -47,6 +50,11 @@ def folder(tmp_path) -> Path:
         (["serve", "run", "--port", "PORT"], 20, "--port"),
         (["generate", "run", "-p", "x", "--device", "gpu"], 20, "cuda:N"),
         (["generate", "run", "-p", "x", "--tokenizer", "gpt2"], 20, "hf download gpt2"),
+        (["eval", "run", "--tasks", "needles"], 20, "needle_multikey"),
+        (["eval", "run", "--tasks", "layers"], 20, "--against"),
+        (["eval", "run", "--lm-eval", "hellaswag", "--against", "trained"], 20, "scores one model"),
+        (["chat", "run"], 20, "nsa generate run"),
+        (["chat", "exported"], 20, "no chat template"),
         (["export", "hf", "nowhere", "out"], 22, "nowhere does not exist"),
         (["export", "hf", "run", "full"], 22, "full is not empty"),
         (["convert", "nowhere", "out"], 22, "nowhere is not a folder"),
@@ -86,9 +94,37 @@ def test_missing_packages_are_named_together_with_one_command(monkeypatch):
         require_packages(*early_checks.SERVER_PACKAGES)
     text = str(refusal.value)
     assert "transformers, safetensors, tokenizers, fastapi, openai, uvicorn, which are" in text
-    assert "pip install 'nsa-train[data,hf,serve,train]'" in text
+    assert "pip install 'nsa-train[serve]'" in text, "which has the others"
     present |= {*early_checks.SERVER_PACKAGES}
     require_packages(*early_checks.SERVER_PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["demo", "new"], "train"),
+        (["data", "prepare", "full", "new"], "data"),
+        (["data", "tokenizer", "train", "full", "new"], "data"),
+        (["estimate", "cpu_quickstart"], "data"),
+        (["preflight", "cpu_quickstart"], "data"),
+        (["generate", "--pretrained", "-p", "x"], "hf"),
+        (["chat", "--pretrained"], "hf"),
+        (["eval", "trained"], "hf"),
+        (["eval", "trained", "--lm-eval", "hellaswag"], "eval"),
+        (["export", "hf", "trained", "new"], "hf"),
+        (["serve", "--pretrained", "--port", "0"], "serve"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_without_extras_a_command_names_one_that_is_enough_and_writes_nothing(words, extra, folder, monkeypatch):
+    absent = early_checks._OPTIONAL
+    monkeypatch.setattr(early_checks, "find_spec", lambda name: None if name in absent else name)
+    monkeypatch.chdir(folder)
+    before = {*folder.iterdir()}
+    refusal = CliRunner().invoke(app, words).exception
+    assert isinstance(refusal, ConfigError), refusal
+    assert f"pip install 'nsa-train[{extra}]'" in str(refusal)
+    assert {*folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("command", ["train", "launch"])

@@ -5,6 +5,7 @@ and values of the mistake, and the name that corrects it; the wording around the
 """
 
 import json
+import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -72,6 +73,7 @@ COMMANDS = (
     Mistake("no such checkpoint", f"{NEW_RUN} --resume-from OLD/checkpoints/step9", CHECKPOINT, ("step9", "step20")),
     Mistake("no such checkpoint for ranks", "launch CONFIG --nproc 2 --resume-from OLD/step9", CHECKPOINT, ("step9",)),
     Mistake("weights that are none", f"{NEW_RUN} --init-from TEXTS", CHECKPOINT, ("TEXTS", "Name a run folder")),
+    Mistake("weights that were changed", f"{NEW_RUN} --init-from CHANGED", CHECKPOINT, ("CHANGED", "SHA-256")),
     Mistake("weights that are not there", f"{NEW_RUN} --init-from HERE/no", CHECKPOINT, ("HERE/no", "does not exist")),
     Mistake("a run that is none", "report TEXTS", CONFIG, ("TEXTS", "run folder")),
     Mistake("a status of nothing", "status HERE/nothing", CONFIG, ("nothing",)),
@@ -124,8 +126,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     write_config(here / "started").rename(here / "started" / "config.yaml")
     save_run(here / "old")
     export_folder(here / "old", here / "exported")
+    changed = shutil.copytree(here / "old" / "checkpoints" / "step20", here / "step20")
+    weights = next(changed.rglob("*.distcp"))
+    weights.write_bytes(bytes(200) + weights.read_bytes()[200:])
     named = {name.upper(): str(here / name) for name in ("old", "exported", "texts", "keys", "started")}
-    return {**named, "CONFIG": str(write_config(here)), "HERE": str(here)}
+    return {**named, "CHANGED": str(changed), "CONFIG": str(write_config(here)), "HERE": str(here)}
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow.parquet
@@ -18,7 +19,7 @@ pytest.importorskip("transformers", reason="generation is in the hf extra")
 
 from nsa.errors import CheckpointError, ConfigError
 from nsa.kernels.cpu.build import set_cache_folder
-from nsa_train.cli.inference import write_text
+from nsa_train.cli.inference import _without_last_spaces, write_text
 from nsa_train.cli.main import app
 from nsa_train.cli.outputs import ProgressLine
 from nsa_train.infer import load_model
@@ -220,6 +221,23 @@ def test_the_pretrained_model_tells_a_story_of_known_words():
     written = [word for text in texts for word in re.findall(r"[a-z]+", text.lower().rsplit(" ", 1)[0])]
     assert len(written) > 300
     assert sum(word in known for word in written) >= 0.99 * len(written)
+
+
+def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_word(loaded):
+    """Its own token hardly ever stands in a text. A byte tokenizer has a token per space, which stays."""
+    stripped, spaced = (invoke("generate", "--pretrained", "-p", prompt, *SHORT) for prompt in ("The", "The  "))
+    assert spaced.stdout == stripped.stdout
+    assert stripped.stdout.startswith("The ")
+    assert "note: continuing 'The'" in spaced.stderr
+    assert "continuing" not in stripped.stderr
+    assert _without_last_spaces(loaded, "The ") == "The "
+
+
+def test_the_path_of_the_pretrained_model_is_not_printed(monkeypatch):
+    shown = []
+    monkeypatch.setattr("nsa_train.cli.model_options.ProgressLine", lambda text: shown.append(text) or nullcontext())
+    invoke("generate", "--pretrained", "-p", "The", *SHORT)
+    assert shown == ["loading pretrained"]
 
 
 def test_a_model_is_named_once():

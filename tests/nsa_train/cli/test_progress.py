@@ -156,7 +156,7 @@ def test_training_ends_with_the_next_command(with_text, tmp_path, monkeypatch):
     words = ["train", "configs/cpu_quickstart.yaml", "data.dataset=synthetic", f"train.out_dir={folder}"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
-    generate = f"nsa generate '{folder}' --prompt \"The \", or " if with_text else ""
+    generate = f"nsa generate '{folder}' --prompt \"The\", or " if with_text else ""
     assert result.stdout.splitlines()[-1] == f"next: {generate}nsa report '{folder}'"
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from nsa.errors import ConfigError, OutputError
 from nsa_train.cli import prepared_set
+from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.outputs import ProgressLine, print_line, require_writable_file
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
@@ -105,6 +106,8 @@ def prepare(
     Examples: `nsa data prepare my_texts data/mine --dedup --held-out 0.05`,
     `nsa data prepare HuggingFaceFW/fineweb-edu:sample-10BT data/fwe10 --tokenizer bpe.json --workers 16`
     """
+    require_packages(*DATA_PACKAGES)
+
     from nsa_train.data.document import DocumentColumns
     from nsa_train.data.prepare.plan import make_plan
     from nsa_train.data.prepare.run import prepare as run
@@ -155,6 +158,8 @@ def bootstrap(
 
     Example: `nsa data bootstrap --gb 5 --out data/fineweb_edu --tokenizer bpe.json`
     """
+    require_packages(*DATA_PACKAGES)
+
     from nsa_train.data.prepare.run import bootstrap as run
     from nsa_train.data.source.hub import FINEWEB_EDU
 
@@ -230,6 +235,8 @@ def train_tokenizer(
 
     Example: `nsa data tokenizer train my-text data/bpe.json --vocab-size 8192`
     """
+    require_packages(*DATA_PACKAGES)
+
     from nsa_train.data.document import DocumentColumns
     from nsa_train.data.document_stream import sample_texts
     from nsa_train.data.source.read_report import ReadReport
@@ -273,6 +280,8 @@ def smoke(
 
     Example: `nsa data smoke --seq-len 1024 --batch 1 --timeout 60 --tokenizer byte`
     """
+    require_packages(*DATA_PACKAGES)
+
     from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
     from nsa_train.data.rows.specs import DirectData
     from nsa_train.data.source.hub import FINEWEB_EDU

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,28 +19,30 @@ if TYPE_CHECKING:
     from nsa_train.config import RunConfig
     from nsa_train.train.start_options import StartOptions
 
+DATA_PACKAGES = ("numpy", "pyarrow", "tokenizers", "fsspec", "huggingface_hub", "urllib3", "zstandard")
+_HF_PACKAGES = ("transformers", "safetensors", "numpy", "tokenizers")
+_SERVE_PACKAGES = ("fastapi", "openai", "uvicorn")
 _EXTRAS = {
-    "data": ("numpy", "pyarrow", "tokenizers", "fsspec", "huggingface_hub", "urllib3", "zstandard"),
-    "train": ("olmo_core", "safetensors", "tensorboard", "boto3", "botocore"),  # boto3 comes with olmo_core
-    "hf": ("transformers",),
-    "serve": ("fastapi", "openai", "uvicorn"),
-    "eval": ("lm_eval",),
+    "data": DATA_PACKAGES,
+    "hf": _HF_PACKAGES,
+    "train": (*DATA_PACKAGES, *_HF_PACKAGES, "olmo_core", "tensorboard", "boto3", "botocore"),  # boto3 with olmo_core
+    "serve": (*_HF_PACKAGES, *_SERVE_PACKAGES),
+    "eval": (*_HF_PACKAGES, "lm_eval"),
     "ops": ("prometheus_client",),
     "track": ("wandb", "mlflow"),
     "dev": ("triton",),
 }
-"""Optional packages by the extra that installs them."""
-_EXTRA_OF = {package: extra for extra, packages in _EXTRAS.items() for package in packages}
+"""Optional packages that each extra installs, the smaller of two extras first."""
+_OPTIONAL = {package for packages in _EXTRAS.values() for package in packages}
 _REQUIRED = ("torch", "pydantic", "yaml")
 """Packages of every install that commands import when they need them: missing after an install with --no-deps."""
 _TRAINING_PACKAGES = ("torch", "olmo_core", "safetensors", "tensorboard", "numpy", "tokenizers")
-MODEL_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "tokenizers")
-SERVER_PACKAGES = (*MODEL_PACKAGES, *_EXTRAS["serve"])
+MODEL_PACKAGES = ("torch", *_HF_PACKAGES)
+SERVER_PACKAGES = (*MODEL_PACKAGES, *_SERVE_PACKAGES)
+DEMO_PACKAGES = tuple(dict.fromkeys((*_TRAINING_PACKAGES, *DATA_PACKAGES, *MODEL_PACKAGES)))
+"""Packages of everything between a text and a model that writes."""
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia)(:\d+)?")
-_RUN_INSIDE = "run"
-"""Where the config that `nsa init FOLDER` writes has its run folder."""
-_CONFIG_INSIDE = "config.yaml"
 _PARTS_OF_RUN = (
     names.CHECKPOINTS, names.ENV, names.COMMIT, names.MODEL_SAFETENSORS, names.heartbeat(0), "config.json",
 )  # fmt: skip
@@ -82,11 +85,11 @@ def require_folder_and_data(config: "RunConfig", options: "StartOptions") -> Non
 
 
 def is_known_package(package: str) -> bool:
-    return package in _EXTRA_OF or package in _REQUIRED
+    return package in _OPTIONAL or package in _REQUIRED
 
 
 def how_to_install(packages: list[str]) -> str:
-    extras = sorted({_EXTRA_OF[package] for package in packages if package in _EXTRA_OF})
+    extras = _fewest_extras({package for package in packages if package in _OPTIONAL})
     several = len(packages) > 1
     what = f"packages {', '.join(packages)}, which are" if several else f"package {packages[0]}, which is"
     it = "They are" if several else "It is"
@@ -101,9 +104,15 @@ def how_to_install(packages: list[str]) -> str:
     )
 
 
+def _fewest_extras(packages: set[str]) -> list[str]:
+    """The extras to install for these packages: as few and as small ones as there are, sorted."""
+    several = (names for number in range(len(_EXTRAS) + 1) for names in combinations(_EXTRAS, number))
+    return sorted(next(names for names in several if packages <= {each for name in names for each in _EXTRAS[name]}))
+
+
 def find_run(folder: Path) -> Path:
     """The run folder; the one inside for a folder of `nsa init`, which holds config, text, data and run."""
-    inside = folder / _RUN_INSIDE
+    inside = folder / names.RUN_INSIDE
     return inside if _is_run(inside) and not _is_run(folder) else folder
 
 
@@ -114,9 +123,21 @@ def find_model(path: Path | None) -> Path | None:
     folder = find_run(path)
     if not folder.exists() and not folder.is_symlink():  # a broken link is explained when it is followed
         raise CheckpointError(f"{path} does not exist. Name a run folder (train.out_dir), a checkpoint or a model.")
-    if not _is_run(folder) and (config := folder / _CONFIG_INSIDE).is_file():
+    if not _is_run(folder) and (config := folder / names.CONFIG_INSIDE).is_file():
         raise CheckpointError(f"{path} holds a config and no trained model. Train one first: nsa train {config}")
     return folder
+
+
+def require_chat_template(model: Path) -> None:
+    """Raise if this is a model without a chat template; only an exported folder has one."""
+    from nsa_train.convert.folder_files import CONFIG, read_chat_template
+
+    exported = (model / CONFIG).exists()
+    if (exported or _is_run(model)) and not (exported and read_chat_template(model)):
+        raise ConfigError(
+            f"{model} has no chat template: it was trained to continue text, not to answer messages. Use `nsa generate "
+            f"{model} --prompt TEXT`, or add a chat template to the tokenizer of an exported folder."
+        )
 
 
 def _is_run(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import typer
 
 from nsa.options import CHECKPOINTING
 from nsa_train.cli.config import resolve
+from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.outputs import print_json, table_console
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def estimate(
     `nsa estimate train_50k train.seq_len=32768 parallel.data=fsdp --target h100-80gb:8 --efficiency 0.3`
     """
     config = resolve(arguments or [])
+    require_packages(*DATA_PACKAGES)
 
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.preflight_rules import DECIDED_AT_START, check_names, check_rules, failed, require_passed

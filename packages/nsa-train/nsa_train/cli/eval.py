@@ -10,6 +10,7 @@ from nsa.token_counts import parse_count, parse_lengths
 from nsa_train.cli.early_checks import MODEL_PACKAGES, find_model, require_packages
 from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, open_model, open_reference
 from nsa_train.cli.outputs import print_error, print_json, print_line, require_writable_file
+from nsa_train.record.evaluations import merge_results, require_mergeable, require_tasks
 
 if TYPE_CHECKING:
     from nsa_train.infer.evaluation.run import EvaluationRequest
@@ -74,15 +75,13 @@ def evaluate(
     """
     if context.args and lm_eval is None:
         raise ConfigError(f"unknown option {context.args[0]}. Options of the harness need --lm-eval TASKS.")
+    if lm_eval is not None and against is not None:
+        raise ConfigError("--against and --lm-eval were given: the harness scores one model. Leave one of them out.")
+    require_tasks(_words(tasks) or (), compared=against is not None)
     require_packages(*MODEL_PACKAGES, *(["lm_eval"] if lm_eval is not None else []))
     if lm_eval is not None:
-        if against is not None:
-            raise ConfigError(
-                "--against and --lm-eval were given: the harness scores one model. Leave one of them out."
-            )
         from nsa_train.infer.evaluation.lm_eval import evaluate_with_harness
     from nsa_train.infer.evaluation.run import EvaluationRequest, results_file
-    from nsa_train.record.evaluations import merge_results, require_mergeable
 
     request = EvaluationRequest(
         tasks=_words(tasks),
@@ -96,7 +95,6 @@ def evaluate(
         seq_len=None if seq_len is None else parse_count(seq_len, "--seq-len"),
         hay=hay,
     )
-    request.with_reference(against is not None)
     loaded = open_model(
         model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file, needs_text=lm_eval is not None
     )

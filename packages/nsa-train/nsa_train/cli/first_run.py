@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from nsa.errors import ConfigError, ExitCode, OutputError
+from nsa_train.cli.early_checks import DEMO_PACKAGES, require_packages
 from nsa_train.cli.outputs import print_line, require_writable_folder
 from nsa_train.cli.report import DEFAULT_NAME
 
@@ -103,6 +104,8 @@ def demo(
 
     **Examples:** `nsa demo`, shorter: `nsa demo my-demo --minutes 1`
     """
+    require_packages(*DEMO_PACKAGES)
+
     from nsa_train.checkpoint.folder import CheckpointFolder
     from nsa_train.config.starter_config import (
         CONFIG_FILE,

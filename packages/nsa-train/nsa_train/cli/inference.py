@@ -11,8 +11,8 @@ import typer
 
 from nsa.errors import ConfigError
 from nsa.files import open_regular
-from nsa_train.cli.early_checks import SERVER_PACKAGES, require_packages
-from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, open_model
+from nsa_train.cli.early_checks import SERVER_PACKAGES, require_chat_template, require_packages
+from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, model_name, open_model
 from nsa_train.cli.outputs import ProgressLine, print_error
 from nsa_train.cli.startup import sigterm_as_interrupt
 from nsa_train.terminal_text import printable
@@ -62,7 +62,7 @@ def generate(
 
     `nsa generate --pretrained --prompt "Once upon a time"`
 
-    `nsa generate artifacts/cpu_quickstart --prompt "The "`
+    `nsa generate artifacts/cpu_quickstart --prompt "The"`
 
     `nsa generate artifacts/run/checkpoints/step2000 -p "Once" -p "Install the" --greedy -n 50`
 
@@ -86,6 +86,7 @@ def generate(
             stop=tuple(stop or ()),
             prefill_chunk=prefill_chunk,
         )
+        prompts = [_without_last_spaces(loaded, prompt) for prompt in prompts]
         encoded = loaded.encode(prompts)
         _note_untrained_positions(loaded, encoded, settings)
         results = []
@@ -129,6 +130,18 @@ def _decode(raw: bytes, name: str) -> str:
 def _without_last_newline(text: str) -> str:
     """Editors and `echo` end a text with a newline that is not part of the prompt."""
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def _without_last_spaces(loaded: "LoadedModel", prompt: str) -> str:
+    """A prompt without the spaces at its end, if a space begins the next word's token: as a token of its own, a text
+    hardly ever has it. Says so on stderr."""
+    stripped = prompt.rstrip(" ")
+    if stripped and stripped != prompt:
+        word, ids = loaded.encode([f"{stripped} a", stripped])
+        if len(word) == len(ids) + 1:
+            print_error(f"note: continuing {stripped!r}: a space at the end belongs to the word that comes next.")
+            return stripped
+    return prompt
 
 
 def _note_untrained_positions(
@@ -251,12 +264,8 @@ def chat(
 
     **Examples:** `nsa chat --pretrained`, `nsa chat exported`
     """
+    require_chat_template(model)
     loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
-    if not loaded.tokenizer.chat_template:
-        raise ConfigError(
-            f"{model} has no chat template: it was trained to continue text, not to answer messages. Use `nsa generate "
-            f"{model} --prompt TEXT`, or add a chat template to the tokenizer of an exported folder."
-        )
 
     from nsa_train.infer.generate import SamplingSettings, generate_batch
 
@@ -313,7 +322,7 @@ def serve(
     `nsa serve artifacts/cpu_quickstart --port 8000`
 
     `curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json'
-    -d '{"prompt": "The ", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
+    -d '{"prompt": "The", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
     """
     from nsa_train.listen_address import free_port
     from nsa_train.train.launch.node_address import is_loopback
@@ -330,14 +339,17 @@ def serve(
             f"model, without a password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
         )
 
+    name = model_name(model)
+
     def print_address(url: str) -> None:
-        print(f"serving {loaded.source} as model {str(model)!r} at {url}", flush=True)
+        origin = name if name != str(model) else loaded.source
+        print(f"serving {origin} as model {name!r} at {url}", flush=True)
         print("requests are answered one after another, in the order of their arrival; stop with Ctrl-C", flush=True)
 
     with suppress(KeyboardInterrupt), sigterm_as_interrupt():
         serve_model(
             loaded,
-            name=str(model),
+            name=name,
             host=host,
             port=port,
             context_length=context_length,

@@ -50,6 +50,11 @@ TOKENIZER = typer.Option(
 KEY = typer.Option(None, "--key-file", help="File with the key that signs the checkpoints.")
 
 
+def model_name(path: Path) -> str:
+    """What a message calls a model: its path, and `pretrained` for the one of the package, whose path nobody typed."""
+    return "pretrained" if path == PRETRAINED_MODEL else str(path)
+
+
 def open_model(
     path: Path,
     *,
@@ -61,7 +66,7 @@ def open_model(
 ) -> "LoadedModel":
     """Verify and load a model; a line on stderr says so if it takes a while."""
     require_packages(*MODEL_PACKAGES)
-    with ProgressLine(f"loading {path}"):
+    with ProgressLine(f"loading {model_name(path)}"):
         from nsa_train.checkpoint.manifest import read_key
         from nsa_train.infer.generate import silence_transformers
         from nsa_train.infer.load_model import load_model

@@ -7,6 +7,7 @@ import typer
 
 from nsa.errors import PreflightError
 from nsa_train.cli.config import resolve
+from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
 from nsa_train.cli.outputs import print_json, table_console
 from nsa_train.terminal_text import printable
@@ -42,6 +43,7 @@ def preflight(
     `nsa preflight train_50k --fetch`
     """
     config = resolve(arguments or [])
+    require_packages(*DATA_PACKAGES)
 
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.preflight_rules import DECIDED_AT_START, RuleStatus, check_names, check_rules

@@ -102,7 +102,7 @@ def _print_next(code: int, folder: Path) -> None:
     """The commands to type after a run that is done; a run that stopped has said how to continue it."""
     if code == ExitCode.DONE:
         run = shlex.quote(str(folder))
-        commands = [f'nsa generate {run} --prompt "The "'] if (folder / TOKENIZER).is_file() else []
+        commands = [f'nsa generate {run} --prompt "The"'] if (folder / TOKENIZER).is_file() else []
         print_line(f"next: {', or '.join([*commands, f'nsa report {run}'])}")
 
 

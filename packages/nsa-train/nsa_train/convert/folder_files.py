@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from nsa.errors import CheckpointError, OutputError
 from nsa.files import fsync_path, fsync_tree, open_regular, temporary_path
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE = "config.json", "tokenizer_config.json", "chat_template.jinja"
 LARGEST_JSON_BYTES = 16 << 20
 _LARGEST_NUMBER = 2**31
 """Largest size that is accepted in a config.json."""
@@ -37,6 +37,16 @@ def read_text(path: Path, limit: int = LARGEST_JSON_BYTES) -> str:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not text ({error}).") from error
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The chat template of an exported folder; None if it has none."""
+    if (folder / CHAT_TEMPLATE).exists():
+        return read_bytes(folder / CHAT_TEMPLATE, LARGEST_JSON_BYTES).decode("utf-8", "replace")
+    if not (folder / TOKENIZER_CONFIG).exists():
+        return None
+    template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
+    return template if isinstance(template, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

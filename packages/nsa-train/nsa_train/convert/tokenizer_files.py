@@ -12,12 +12,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from nsa.errors import CheckpointError, ConfigError, DataError
-from nsa_train.convert.folder_files import parse_json, read_bytes, read_json
+from nsa_train.convert.folder_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, parse_json, read_bytes, read_json
 from nsa_train.data.tokenizer import LARGEST_TOKENIZER_BYTES, Tokenizer, parse_tokenizer
 from nsa_train.names import TOKENIZER
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 _UNREAD_TOKENIZER = "source_tokenizer.json"
 """A tokenizer.json that this package cannot read: beside the weights under its own name, it would not load."""

@@ -25,9 +25,9 @@ from nsa_train.checkpoint.trained_model import open_trained_model
 from nsa_train.config.model_sections import RuntimeConfig
 from nsa_train.config.schema import RunConfig
 from nsa_train.convert.export_folder import DTYPES, exported_config
-from nsa_train.convert.folder_files import CONFIG, LARGEST_JSON_BYTES, read_bytes, read_json
+from nsa_train.convert.folder_files import CONFIG, read_chat_template, read_json
 from nsa_train.convert.import_folder import open_exported
-from nsa_train.convert.tokenizer_files import CHAT_TEMPLATE, TOKENIZER_CONFIG, transformers_tokenizer
+from nsa_train.convert.tokenizer_files import transformers_tokenizer
 from nsa_train.data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer
 from nsa_train.infer.chat_template import ChatTemplate
 from nsa_train.infer.generate import BatchResult, SamplingSettings, generate_batch
@@ -219,18 +219,8 @@ def _from_exported(folder: Path, tokenizer: str | Path | None) -> LoadedModel:
     source = ModelSource(folder, exported.record.step if exported.record is not None else None)
     loaded = _assemble_model(exported.config, exported.tensors, chosen, source, LoadedModel.prefill_chunk)
     if loaded.text_tokenizer is not None:
-        loaded.text_tokenizer.chat_template = _chat_template(folder)
+        loaded.text_tokenizer.chat_template = read_chat_template(folder)
     return loaded
-
-
-def _chat_template(folder: Path) -> str | None:
-    """The template of an exported folder; None if it has none."""
-    if (folder / CHAT_TEMPLATE).exists():
-        return read_bytes(folder / CHAT_TEMPLATE, LARGEST_JSON_BYTES).decode("utf-8", "replace")
-    if not (folder / TOKENIZER_CONFIG).exists():
-        return None
-    template = read_json(folder / TOKENIZER_CONFIG).get("chat_template")
-    return template if isinstance(template, str) else None
 
 
 def _no_tokenizer(where: Path) -> CheckpointError:

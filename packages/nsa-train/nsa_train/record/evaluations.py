@@ -6,13 +6,13 @@ was run with the same settings, any other result replaces the one of the same na
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nsa import __version__
-from nsa.errors import OutputError
+from nsa.errors import ConfigError, OutputError
 from nsa.files import file_lock, write_atomic
 from nsa_train import names
 from nsa_train.record import record_files, value_checks
@@ -22,6 +22,11 @@ HELD_OUT = "held_out_loss"
 SELECTION = "selection"
 AGREEMENT = "agreement"
 LAYERS = "layers"
+COMPARISONS = (AGREEMENT, LAYERS)
+"""Tasks that need a model to compare with."""
+FAR = ("needle", "needle_multikey", "variable_tracking", "associative_recall")
+TASKS = (HELD_OUT, SELECTION, *COMPARISONS, *FAR)
+"""Tasks of `nsa eval`, in the order of their results."""
 LM_EVAL = "lm_eval/"
 """Results of lm-evaluation-harness are named by this and the task."""
 
@@ -53,6 +58,19 @@ _CHECKS: Mapping[str, value_checks.Check] = {
 """Checks of the values of all results: a name means the same in each."""
 _COMPARED = ("tokens", "loss", "against_loss", "difference", "same_top", "divergence")
 _LAYER = ("layer", "hit_rate", "mass_caught")
+
+
+def require_tasks(tasks: Sequence[str], *, compared: bool) -> None:
+    """Raise if a task is unknown, or compares two models and one is given (not `compared`)."""
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ConfigError(
+            f"unknown task {unknown[0]!r}. The tasks are {', '.join(TASKS)}. Those of lm-evaluation-harness, such as "
+            "hellaswag, have an option of their own: --lm-eval TASKS."
+        )
+    if not compared and (lonely := [task for task in tasks if task in COMPARISONS]):
+        raise ConfigError(
+            f"task {lonely[0]} compares two models and one was given. Name the dense model with --against."
+        )
 
 
 @dataclass

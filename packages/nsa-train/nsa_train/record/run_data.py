@@ -191,8 +191,15 @@ class RunData:
     """Number of unreadable records, by file."""
 
     @property
+    def named_folder(self) -> Path:
+        """The folder that a person named: that of `nsa init` or `nsa demo`, if the run lies in one."""
+        folder = self.folder.resolve()
+        inside = folder.name == names.RUN_INSIDE and (folder.parent / names.CONFIG_INSIDE).is_file()
+        return folder.parent if inside else folder
+
+    @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return self.named_folder.name
 
     @property
     def lead(self) -> RankSeries:

@@ -24,8 +24,11 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
-    def make(self) -> None:
+    def make(self) -> bool:
+        """Make the folder; whether it is new."""
+        new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
+        return new
 
     @property
     def checkpoints(self) -> Path:

@@ -3,6 +3,7 @@
 This module is the order of these steps; `build_run` builds the parts and `run_outputs` reports what they do.
 """
 
+import shutil
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -55,7 +56,8 @@ def train(
     device = choose_device(config, ranks)
     with ExitStack() as cleanup:
         folder = RunFolder(config.train.out_dir)
-        folder.make()
+        if folder.make() and not ranks.distributed:
+            cleanup.push(partial(_remove_if_refused, folder.path))
         signals = SignalHandlers.of_rank(folder.path, ranks.rank)
         cleanup.callback(signals.close)
         signals.install()
@@ -77,6 +79,8 @@ def train(
         report = RunReport(config, options, ranks, folder, reporter)
         cleanup.callback(report.close)
         trainer, heartbeat, stop_requests = build_trainer_of_run(context, inputs, report)
+        if inputs.initial_weights is not None:
+            inputs.checkpointer.load_weights(inputs.initial_weights, trainer.train_module)
         if device.type == "cpu" and not is_built():
             reporter.line(f"compiling the CPU kernels in {cache_folder()}, once for this machine …")
         kernels = agree_on_kernels(
@@ -85,14 +89,18 @@ def train(
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
         )
-        if inputs.initial_weights is not None:
-            inputs.checkpointer.load_weights(inputs.initial_weights, trainer.train_module)
         _fit(trainer, inputs.resume_point.path, folder.path)
         exit_code = stop_requests.exit_code
         report.end(trainer.global_step, exit_code)
         if exit_code == ExitCode.DONE:
             heartbeat.log_done()
         return exit_code
+
+
+def _remove_if_refused(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
+    """Remove the folder of a new run that was refused before it began, which env.json would tell."""
+    if kind is not None and issubclass(kind, NSAError) and not (folder / names.ENV).exists():
+        shutil.rmtree(folder)
 
 
 def _configure_process(config: RunConfig) -> None:

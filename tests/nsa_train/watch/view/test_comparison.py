@@ -29,6 +29,15 @@ def test_runs_of_the_same_name_are_distinguished(tmp_path):
     assert run_labels(runs) == ["A x/run", "B y/run"]
 
 
+def test_a_run_in_a_folder_of_init_has_the_name_of_that_folder(tmp_path):
+    runs = [load(healthy(tmp_path / parent / "run")) for parent in ("mine", "a/mine", "other")]
+    assert [run.name for run in runs] == ["run"] * 3, "no config beside it: a person named the run"
+    for run in runs:
+        (run.folder.parent / "config.yaml").write_text("")
+    assert [run.name for run in runs] == ["mine", "mine", "other"]
+    assert run_labels(runs) == [f"A {tmp_path.name}/mine", "B a/mine", "C other"]
+
+
 def test_the_command_prints_figures_settings_and_curves(tmp_path):
     a, b = two(tmp_path)
     result = CliRunner().invoke(app, ["compare", str(a), str(b)])

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from nsa.errors import ConfigError, DataError
 from nsa.files import storage_errors
 from nsa_train.data.source.resolve import open_source
+from nsa_train.record.evaluations import FAR
 
 MOST_CHARACTERS = 8_000_000
 """Text beyond this is not read."""
@@ -281,9 +282,6 @@ def _task(names: _Names, groups: Sequence[tuple[str, ...]], question: str, answe
     return _TaskText(tuple(groups), question, answers[0], tuple(names.draw.sample(answers, len(answers))))
 
 
-FAR_TASKS: dict[str, Callable[[_Names], _TaskText]] = {
-    "needle": _needle,
-    "needle_multikey": _needle_multikey,
-    "variable_tracking": _variable_tracking,
-    "associative_recall": _associative_recall,
-}
+FAR_TASKS: dict[str, Callable[[_Names], _TaskText]] = dict(
+    zip(FAR, (_needle, _needle_multikey, _variable_tracking, _associative_recall), strict=True)
+)

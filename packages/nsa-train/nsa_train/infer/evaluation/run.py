@@ -37,14 +37,20 @@ from nsa_train.infer.evaluation.held_out import (
 from nsa_train.infer.evaluation.layer_harm import harmful_layers, layers_record, passes_over_rows
 from nsa_train.infer.evaluation.selection import selection_by_layer, selection_record
 from nsa_train.infer.load_model import LoadedModel, ModelSource
-from nsa_train.record.evaluations import AGREEMENT, HELD_OUT, LAYERS, SELECTION, evaluation_file
+from nsa_train.record.evaluations import (
+    AGREEMENT,
+    COMPARISONS,
+    HELD_OUT,
+    LAYERS,
+    SELECTION,
+    TASKS,
+    evaluation_file,
+    require_tasks,
+)
 from nsa_train.record.record_files import read_rows
 from nsa_train.train.held_out_loss import held_out_loss
 
-_COMPARISONS = (AGREEMENT, LAYERS)
-"""Tasks that need a reference model."""
-_TASKS = (HELD_OUT, SELECTION, *_COMPARISONS, *FAR_TASKS)
-_ON_ROWS = {HELD_OUT, SELECTION, *_COMPARISONS}
+_ON_ROWS = {HELD_OUT, SELECTION, *COMPARISONS}
 _SELECTION_ROWS = 32
 """Most rows of the task: dense attention is computed beside the model's own."""
 _SHORTEST = 1024
@@ -80,12 +86,7 @@ class EvaluationRequest:
     """Text of far tasks: a file, or `built-in`; default the held-out documents if they are text."""
 
     def __post_init__(self) -> None:
-        unknown = [task for task in self.tasks or () if task not in _TASKS]
-        if unknown:
-            raise ConfigError(
-                f"unknown task {unknown[0]!r}. The tasks are {', '.join(_TASKS)}. Those of "
-                "lm-evaluation-harness, such as hellaswag, have an option of their own: --lm-eval TASKS."
-            )
+        require_tasks(self.tasks or (), compared=True)
         if any(not 0 <= depth <= 1 for depth in self.depths) or not self.depths:
             raise ConfigError("--depths takes percentages from 0 to 100, e.g. 0,50,100.")
         if any(length < 1 for length in self.lengths or ()) or self.limit < 1 or self.layer_rows < 1:
@@ -93,12 +94,8 @@ class EvaluationRequest:
 
     def with_reference(self, has_reference: bool) -> Sequence[str]:
         """The tasks to run; raises if one needs a reference model that was not given."""
-        missing = [task for task in self.tasks or () if task in _COMPARISONS and not has_reference]
-        if missing:
-            raise ConfigError(
-                f"task {missing[0]} compares two models and one was given. Name the dense model with --against."
-            )
-        return self.tasks or [task for task in _TASKS if has_reference or task not in _COMPARISONS]
+        require_tasks(self.tasks or (), compared=has_reference)
+        return self.tasks or [task for task in TASKS if has_reference or task not in COMPARISONS]
 
 
 def evaluate_model(
@@ -123,7 +120,7 @@ def evaluate_model(
         far = []
     if far:
         results |= _far_tasks(loaded, reference, far, data, request, progress)
-    return {task: results[task] for task in _TASKS if task in results}
+    return {task: results[task] for task in TASKS if task in results}
 
 
 def _far_tasks(

@@ -103,7 +103,7 @@ _IGNORED_SETTINGS = ("train.out_dir",)
 def run_labels(runs: Sequence[RunData]) -> list[str]:
     """A letter and the folder name of each run, with the parent folder where names repeat."""
     names = [run.name for run in runs]
-    resolved = [run.folder.resolve() for run in runs]
+    resolved = [run.named_folder for run in runs]
     shown = [
         f"{path.parent.name}/{name}" if names.count(name) > 1 else name
         for name, path in zip(names, resolved, strict=True)
