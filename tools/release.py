@@ -42,10 +42,6 @@ def prepare(root: Path, version: str, date: datetime.date) -> list[str]:
     citation = re.sub(r"(?m)^date-released: .*\n", "", pages["CITATION.cff"])
     pages["CITATION.cff"] = citation.replace(f"version: {version}\n", f"version: {version}\ndate-released: {date}\n")
     heading = f"## [{version}] - {date}\n"
-    if f"## [{version}] - unreleased\n" in changes:
-        raise SystemExit(
-            f"CHANGELOG.md has both Unreleased and {version} - unreleased: join the sections, then prepare again."
-        )
     pages["CHANGELOG.md"] = changes.replace(UNRELEASED, f"{UNRELEASED}\n{heading}", 1)
     for name, text in pages.items():
         (root / name).write_text(text, encoding="utf-8")

@@ -50,6 +50,12 @@ def test_what_is_released_is_not_prepared_again(copy):
     assert (copy / "CHANGELOG.md").read_text() == before
 
 
+def test_the_changelog_has_one_heading_for_what_is_not_released():
+    first, *released = re.findall(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text())
+    assert first == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in released), released
+
+
 def test_nothing_is_written_if_a_file_does_not_name_its_version(copy):
     (copy / "CITATION.cff").write_text("title: none\n")
     with pytest.raises(SystemExit, match=r"CITATION\.cff"):
