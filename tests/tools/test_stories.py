@@ -11,6 +11,7 @@ import pytest
 from nsa_train.shipped import CORPUS
 from tools.stories import __main__ as program
 from tools.stories import documents as teller
+from tools.stories import judge
 from tools.stories.grammar import Grammar, sentences, split_outside, tidy
 
 NUMBER = 2000
@@ -122,6 +123,38 @@ def test_the_pronoun_of_a_main_character_is_the_same_throughout():
         )
         assert (people["bhe"], people["bkind"]) == (("he", "boy") if girl else ("she", "girl"))
         assert people["C"] != people["A"]
+
+
+def test_a_story_stays_with_its_people(corpus):
+    """No fault that the judge knows stands in a text that it judges a model by."""
+    told = [QUESTIONS.split(text)[0] for title, text in corpus if title not in FACTS]
+    assert [fault for story in told for fault in judge.faults(story)[0]] == []
+
+
+@pytest.mark.parametrize(
+    ("story", "fault"),
+    [
+        ("Anna met Ben. Then Tom laughed.", "Tom"),
+        ("Anna met Julia. Then Eva laughed.", "Eva"),
+        ("There was a boy named Anna.", "boy named Anna"),
+        ("Anna could not sleep. He had packed a bag.", "he"),
+        ("Tom saw a hen. She went home.", "she"),
+        ("Anna met Ben. His grandmother smiled.", "His grandmother"),
+        ('"Go," said her mother to Anna. "Well," said her uncle.', "uncle"),
+        ("Anna met Ben. She gave him a nut, and her mother laughed.", None),
+        ("Tom met the baker, who put her tray down.", None),
+    ],
+)
+def test_the_judge_names_the_fault(story, fault):
+    wrong, lines = judge.faults(story)
+    assert lines == len(sentences(story))
+    assert [line.partition(": ")[0] for line in wrong] == ([fault] if fault else [])
+
+
+def test_the_questions_of_the_judge_are_of_both_kinds(corpus):
+    asked = {text.partition("\n")[0] for title, text in corpus if title == teller.QUESTION}
+    assert len(asked & judge.KNOWN.keys()) > len(judge.KNOWN) / 2
+    assert asked.isdisjoint(judge.UNKNOWN)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ _ELDERS = {
     ],
 }
 # fmt: on
+SEX_OF_NAME = {name: sex for listed in (_NAMES, _ANIMAL_NAMES) for sex, several in listed.items() for name in several}
+"""Whether the pronoun of a name is `she` or `he`."""
 _LATER = re.compile(
     r"\b(from (that|then)|years?|since|never|next|later|every|whenever|always|sometimes|after that|in spring)\b", re.I
 )

@@ -43,6 +43,9 @@ DEMO_PACKAGES = tuple(dict.fromkeys((*_TRAINING_PACKAGES, *DATA_PACKAGES, *MODEL
 """Packages of everything between a text and a model that writes."""
 
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|mtia)(:\d+)?")
+_RUN_INSIDE = "run"
+"""Where the config that `nsa init FOLDER` writes has its run folder."""
+_CONFIG_INSIDE = "config.yaml"
 _PARTS_OF_RUN = (
     names.CHECKPOINTS, names.ENV, names.COMMIT, names.MODEL_SAFETENSORS, names.heartbeat(0), "config.json",
 )  # fmt: skip
@@ -112,7 +115,7 @@ def _fewest_extras(packages: set[str]) -> list[str]:
 
 def find_run(folder: Path) -> Path:
     """The run folder; the one inside for a folder of `nsa init`, which holds config, text, data and run."""
-    inside = folder / names.RUN_INSIDE
+    inside = folder / _RUN_INSIDE
     return inside if _is_run(inside) and not _is_run(folder) else folder
 
 
@@ -123,7 +126,7 @@ def find_model(path: Path | None) -> Path | None:
     folder = find_run(path)
     if not folder.exists() and not folder.is_symlink():  # a broken link is explained when it is followed
         raise CheckpointError(f"{path} does not exist. Name a run folder (train.out_dir), a checkpoint or a model.")
-    if not _is_run(folder) and (config := folder / names.CONFIG_INSIDE).is_file():
+    if not _is_run(folder) and (config := folder / _CONFIG_INSIDE).is_file():
         raise CheckpointError(f"{path} holds a config and no trained model. Train one first: nsa train {config}")
     return folder
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nsa.errors import ConfigError
-from nsa_train import names
 from nsa_train.config.layer import nearest
 from nsa_train.config.load import load
 from nsa_train.config.schema import settings
@@ -20,7 +19,7 @@ from nsa_train.shipped import CONFIGS, CORPORA, CORPUS, config_names, config_tex
 
 FIRST_CONFIG = "cpu_demo"
 """The shipped config of a first model: what `nsa init` starts from by default, and what `nsa demo` trains."""
-CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = names.CONFIG_INSIDE, "text", "data", names.RUN_INSIDE
+CONFIG_FILE, TEXT_FOLDER, DATA_FOLDER, RUN_FOLDER = "config.yaml", "text", "data", "run"
 TOKENIZER_FILE = "bpe.json"
 _COMMENT_COLUMN = 32
 

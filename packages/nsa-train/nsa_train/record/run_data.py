@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nsa_train import names
+from nsa_train.config.starter_config import CONFIG_FILE, RUN_FOLDER
 from nsa_train.record import halt_file, record_files, value_checks
 from nsa_train.record.evaluations import ModelEvaluation, read_evaluations
 from nsa_train.record.events import RunEvent
@@ -194,7 +195,7 @@ class RunData:
     def named_folder(self) -> Path:
         """The folder that a person named: that of `nsa init` or `nsa demo`, if the run lies in one."""
         folder = self.folder.resolve()
-        inside = folder.name == names.RUN_INSIDE and (folder.parent / names.CONFIG_INSIDE).is_file()
+        inside = folder.name == RUN_FOLDER and (folder.parent / CONFIG_FILE).is_file()
         return folder.parent if inside else folder
 
     @property
