@@ -143,9 +143,9 @@ class NSAModel(NSAPreTrainedModel):
         with one_thread, nullcontext() if layers is None else torch.no_grad():
             run = partial(
                 run_blocks,
+                cu_doc_lens=cu_seq_lens_q,
                 blocks=blocks,
                 caches=caches,
-                cu_doc_lens=cu_seq_lens_q,
                 attention_mask=None if padding is None else attention_mask,
                 hidden=hidden,
                 labels=loss_labels,
