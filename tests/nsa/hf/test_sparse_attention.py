@@ -100,8 +100,8 @@ def test_scores_with_padding_on_the_right_are_those_without_it(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("kwargs", [False, True], ids=["position ids", "cumulative lengths"])
 def test_packed_documents_do_not_see_each_other(name, kwargs):
-    """Lengths that are no multiple of a block, and documents shorter than one."""
-    model, documents = sparse_model(name), ROWS[0].split([61, 2, 33])
+    """Lengths that are no multiple of a block, a document shorter than one, and later ones that choose blocks."""
+    model, documents = sparse_model(name), ROWS.flatten()[:183].split([61, 2, 120])
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=kwargs, return_tensors="pt")
     batch = collate([{"input_ids": document.tolist()} for document in documents])
     batch.pop("labels")

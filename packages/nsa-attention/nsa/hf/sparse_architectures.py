@@ -94,8 +94,8 @@ def tiny_model(name: str, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.15, generator=generator)
+            noise = 0.15 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)  # norms and biases keep their mean
     return model
 
 
