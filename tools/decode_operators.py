@@ -23,7 +23,7 @@ import nsa
 from nsa.bench.case import SHAPES
 from nsa.core.nsa_attention import NSAAttention
 from proofs.perf_model.torch_ops import OperationTally
-from tools.bench_host_time import uncompiled_kernels
+from tools.bench_host_time import CountingKernel, uncompiled_kernels
 
 PACKAGE = str(Path(nsa.__file__).parent)
 STEPS = 4
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--kv", default="per_branch")
     args = parser.parse_args()
     launches: Counter[str] = Counter()
-    with uncompiled_kernels("sm_80") if args.backend == "triton" else nullcontext():
+    with uncompiled_kernels("sm_80", CountingKernel) if args.backend == "triton" else nullcontext():
         locate, decode = decoding(args.backend, {"phi": args.phi, "kv": args.kv})
         for _ in range(STEPS):
             decode(locate())

@@ -117,9 +117,9 @@ def main() -> None:
     results = [faults(story) for story in stories]
     for story, (wrong, _) in list(zip(stories, results, strict=True))[: args.shown]:
         print("\n".join([story, *(f"  ! {line}" for line in wrong), ""]))
-    wrong, lines = sum(len(wrong) for wrong, _ in results), sum(number for _, number in results)
+    n_wrong, lines = sum(len(wrong) for wrong, _ in results), sum(number for _, number in results)
     whole = sum(not wrong for wrong, _ in results)
-    print(f"{whole} of {len(stories)} stories have no fault; {wrong} of {lines} sentences ({wrong / lines:.1%}) do")
+    print(f"{whole} of {len(stories)} stories have no fault; {n_wrong} of {lines} sentences ({n_wrong / lines:.1%}) do")
     asked = [f"{question}\n" for question in (*KNOWN, *UNKNOWN)]
     answers = loaded.generate(asked, max_new_tokens=30, temperature=0.0)
     for question, answer in zip(asked, answers, strict=True):
