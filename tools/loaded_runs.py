@@ -122,7 +122,7 @@ def main() -> int:
     commit, changed = git_commit(Path(__file__)) or ("no checkout", False)
     commit = commit[:12] + "+" * changed
     runs = [run for run in read_record(arguments.record, commit, arguments.loops) if run.words in pieces]
-    left = [words for number in range(1, arguments.runs + 1) for words in pieces if number > made(runs, words)]
+    left = [words for number in range(1, arguments.runs + 1) for words in pieces if number > runs_of(runs, words)]
     arguments.record.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with busy_loops(arguments.loops), arguments.record.open("a", encoding="utf-8") as record:
@@ -130,7 +130,7 @@ def main() -> int:
             runs.append(run := run_tests(words, commit, arguments.loops))
             record.write(json.dumps(run._asdict()) + "\n")
             record.flush()
-            print(f"run {made(runs, words)} of {arguments.runs}: {describe(run)}", flush=True)
+            print(f"run {runs_of(runs, words)} of {arguments.runs}: {describe(run)}", flush=True)
             if time.monotonic() - began > 60 * arguments.minutes:
                 break
     failures = Counter(name for run in runs for name in run.failed)
@@ -141,7 +141,7 @@ def main() -> int:
     return int(bool(failures) or not all(run.tests for run in runs))
 
 
-def made(runs: list[LoadedRun], words: list[str]) -> int:
+def runs_of(runs: list[LoadedRun], words: list[str]) -> int:
     return sum(run.words == words for run in runs)
 
 
