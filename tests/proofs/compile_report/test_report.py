@@ -78,6 +78,10 @@ def test_a_build_that_became_worse_is_found(worse):
     assert regressions(replace(same, kernel="unknown"), WRITTEN)
 
 
+ON_THE_STACK = {("decode_append", "paper", "gfx942"): 36}
+"""Bytes, of scalar registers: it takes the addresses and strides of 30 tensors. Neither tiles nor warps change it."""
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_the_recorded_table_has_no_fault(gpu):
     """Covers the shapes that tiles are chosen for; on AMD scalar registers may move to vector ones. In other shapes a
@@ -86,7 +90,8 @@ def test_the_recorded_table_has_no_fault(gpu):
         if p.gpu == gpu and p.faults():
             assert all("spilled" in fault for fault in p.faults()), (p.kernel, p.model, p.faults())
             assert p.code.vector_spills == 0, p
-            assert p.code.spilled_bytes <= (32 if p.model in ("width128", "n_sel32") else 0), p
+            room = ON_THE_STACK.get((p.kernel, p.model, gpu), 32 if p.model in ("width128", "n_sel32") else 0)
+            assert p.code.spilled_bytes <= room, p
 
 
 def test_a_recorded_spill_is_accepted_and_a_larger_one_is_not():

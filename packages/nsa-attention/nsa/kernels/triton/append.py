@@ -11,7 +11,7 @@ from nsa.kernels.triton.tile import load_both, load_rows, narrowed, store_rows
 
 MEAN, PLACED, SOFTMAX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """How the tokens of a block are weighed in its entry: alike, by a weight per place, by the softmax of a score."""
-POOLED_AT_ONCE = tl.constexpr(8)  # tokens; more would spill
+POOLED_AT_ONCE = tl.constexpr(4)  # tokens; more would spill
 
 
 @triton.jit
