@@ -59,10 +59,10 @@ def test_an_archive_names_no_machine_no_user_and_no_folder(tmp_path):
     work.mkdir()
     copy = planted(
         home,
-        selection="""
+        layer="""
             import getpass, os, socket
 
-            def compressed_and_select(*args):
+            def layer_forward(*args):
                 names = [socket.gethostname(), getpass.getuser(), os.environ["HOSTNAME"], os.getcwd()]
                 home = os.environ["HOME"]
                 raise RuntimeError(f"{names} 10.98.76.54 markermail@example.org '{home}/x y/z.py'\\n{home}/first.py")

@@ -146,6 +146,7 @@ def runs(tmp_path_factory):
     texts = [json.dumps({"id": str(i), "text": f"document {i} " * (5 + i % 7)}) + "\n" for i in range(200)]
     (folder / "a.jsonl").write_text("".join(texts))
     (folder / "moved").mkdir()
+    (folder / "elsewhere").mkdir()  # a new folder of a run that is refused would be removed
     (folder / "moved" / "a.jsonl").write_text("".join(texts))
     (folder / "b.jsonl").write_text("".join(reversed(texts[:150])))
     run = str(folder / "run")

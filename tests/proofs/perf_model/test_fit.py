@@ -29,7 +29,7 @@ TERMS = MeasuredTerms(
     tails_s={
         ("base", "range_forward"): (2e-6, 3e-9),
         ("base", "select"): (0.0, 8e-9),
-        ("base", "mix_forward"): (1e-6, 0.0),
+        ("base", "merge_slots"): (1e-6, 0.0),
     },
 )
 
@@ -94,7 +94,7 @@ def test_the_terms_that_made_an_archive_are_found_again(overlaps, tmp_path):
     assert solved.dense_share == pytest.approx(TERMS.dense_share)
     assert solved.host_s == pytest.approx(TERMS.host_s)
     for length in LENGTHS:
-        for name in ("range_forward", "select", "mix_forward", "selected_forward"):
+        for name in ("range_forward", "select", "merge_slots", "selected_forward"):
             want = TERMS.tail_s("base", name, length)
             assert solved.tail_s("base", name, length) == pytest.approx(want, rel=0.02, abs=2e-8), name
 

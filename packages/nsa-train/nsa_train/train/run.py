@@ -56,6 +56,7 @@ def train(
     device = choose_device(config, ranks)
     with ExitStack() as cleanup:
         folder = RunFolder(config.train.out_dir)
+        cleanup.push(partial(_explain_full_disk, folder.path))  # the last to see an error: closing a file may raise one
         if folder.make() and not ranks.distributed:
             cleanup.push(partial(_remove_if_refused, folder.path))
         signals = SignalHandlers.of_rank(folder.path, ranks.rank)
@@ -89,12 +90,17 @@ def train(
         report.start(
             inputs.resume_point, inputs.changes, inputs.data, inputs.vocab_size, inputs.tokenizer, device, kernels
         )
-        _fit(trainer, inputs.resume_point.path, folder.path)
+        _fit(trainer, inputs.resume_point.path)
         exit_code = stop_requests.exit_code
         report.end(trainer.global_step, exit_code)
         if exit_code == ExitCode.DONE:
             heartbeat.log_done()
         return exit_code
+
+
+def _explain_full_disk(folder: Path, _: object, error: BaseException | None, *__: object) -> None:
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        raise no_room_error(error, folder) from error
 
 
 def _remove_if_refused(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
@@ -138,7 +144,7 @@ def _pending_halt(folder: RunFolder, clear: bool) -> str | None:
     return None if request is None else request.describe(now)
 
 
-def _fit(trainer: RollbackTrainer, checkpoint: Path | None, run_folder: Path) -> None:
+def _fit(trainer: RollbackTrainer, checkpoint: Path | None) -> None:
     """Load the checkpoint, if any, and train. Errors that the engine wraps become errors with an exit code."""
     if checkpoint is not None:
         trainer.load_checkpoint(checkpoint, load_trainer_state=True, load_optim_state=True)
@@ -149,7 +155,3 @@ def _fit(trainer: RollbackTrainer, checkpoint: Path | None, run_folder: Path) ->
         if isinstance(error.__cause__, NSAError):
             raise error.__cause__ from error
         raise
-    except OSError as error:
-        if error.errno not in NO_ROOM:
-            raise
-        raise no_room_error(error, run_folder) from error
