@@ -1,16 +1,18 @@
 """Output of a run when it starts."""
 
+import errno
 import json
 
 import pytest
 
+from nsa.errors import CheckpointError
 from nsa.kernels import registry
 from nsa.kernels.cpu import build, library
 from nsa_train import names
 from nsa_train.config import load
 from nsa_train.record.heartbeat_record import read_beats
 from nsa_train.train.run import train
-from nsa_train.train.run_outputs import SilentReporter
+from nsa_train.train.run_outputs import RunReport, SilentReporter
 from tests.nsa_train.train.runs import write_config
 
 
@@ -61,3 +63,15 @@ def test_without_a_compiler_the_slow_backend_is_warned_about(run, monkeypatch):
     assert beat.kernel_sliding == "portable"
     assert "no C++ compiler" in beat.kernels_reason
     assert "no C++ compiler" in env["kernels"]["sliding"]["reason"]
+
+
+def test_a_disk_that_is_full_when_a_run_closes_its_files_is_told_with_its_folder(tmp_path, monkeypatch):
+    def close(report):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunReport, "close", close)
+    config = load(write_config(tmp_path), overrides=["train.steps=1", f"train.out_dir={tmp_path}/run"])
+    with pytest.raises(CheckpointError) as refused:
+        train(config, reporter=Lines())
+    assert f"{tmp_path}/run" in str(refused.value)
+    assert "--resume" in str(refused.value)
