@@ -9,8 +9,10 @@ from nsa.errors import CheckpointError
 from nsa.kernels import registry
 from nsa.kernels.cpu import build, library
 from nsa_train import names
+from nsa_train.checkpoint.lock import RunLock
 from nsa_train.config import load
 from nsa_train.record.heartbeat_record import read_beats
+from nsa_train.record.run_folder import RunFolder
 from nsa_train.train.run import train
 from nsa_train.train.run_outputs import RunReport, SilentReporter
 from tests.nsa_train.train.runs import write_config
@@ -75,3 +77,20 @@ def test_a_disk_that_is_full_when_a_run_closes_its_files_is_told_with_its_folder
         train(config, reporter=Lines())
     assert f"{tmp_path}/run" in str(refused.value)
     assert "--resume" in str(refused.value)
+
+
+def test_a_refused_start_leaves_a_new_folder_that_another_start_has_taken(tmp_path, monkeypatch):
+    """Two starts at once: this one creates the folder, the other one locks it first."""
+    make, locks = RunFolder.make, []
+
+    def make_and_lose(folder):
+        new = make(folder)
+        locks.append(RunLock(folder.path).acquire())
+        return new
+
+    monkeypatch.setattr(RunFolder, "make", make_and_lose)
+    config = load(write_config(tmp_path), overrides=["train.steps=1", f"train.out_dir={tmp_path}/run"])
+    with pytest.raises(CheckpointError, match="in use by"):
+        train(config, reporter=Lines())
+    assert (tmp_path / "run" / ".lock").exists()
+    locks[0].release()

@@ -5,13 +5,13 @@ This module is the order of these steps; `build_run` builds the parts and `run_o
 
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from nsa.errors import ConfigError, ExitCode, NSAError
+from nsa.errors import CheckpointError, ConfigError, ExitCode, NSAError
 from nsa.files import NO_ROOM, no_room_error
 from nsa.kernels.cpu.build import cache_folder, is_built, set_cache_folder
 from nsa.kernels.triton.tile_store import set_tuning
@@ -105,8 +105,10 @@ def _explain_full_disk(folder: Path, _: object, error: BaseException | None, *__
 
 def _remove_if_refused(folder: Path, kind: type[BaseException] | None, *_: object) -> None:
     """Remove the folder of a new run that was refused before it began, which env.json would tell."""
-    if kind is not None and issubclass(kind, NSAError) and not (folder / names.ENV).exists():
-        shutil.rmtree(folder)
+    if kind is not None and issubclass(kind, NSAError):
+        with suppress(CheckpointError), RunLock(folder).acquire():  # another start may have taken the folder
+            if not (folder / names.ENV).exists():
+                shutil.rmtree(folder)
 
 
 def _configure_process(config: RunConfig) -> None:
