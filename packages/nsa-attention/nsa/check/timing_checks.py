@@ -144,8 +144,8 @@ def _host_time(sizes: CheckSizes, call: str, tokens: int, run: Callable[[], obje
     record = {"call": call, "tokens": tokens, "launches": launches, "host_s": host_s, "eager_s": wall_s}
     row = (call, spell(tokens), str(launches), f"{report.seconds(wall_s)}, host {report.seconds(host_s)}", "")
     yield MeasuredTable(record, [row], [], "host")
-    said = f"host {report.seconds(host_s)}, until done {report.seconds(wall_s)}, {launches} launches"
-    yield fact(f"{call}, {spell(tokens)}, eager", said if sizes.is_gpu else _NOT_TIMED)
+    summary = f"host {report.seconds(host_s)}, until done {report.seconds(wall_s)}, {launches} launches"
+    yield fact(f"{call}, {spell(tokens)}, eager", summary if sizes.is_gpu else _NOT_TIMED)
 
 
 def _captured(
@@ -204,8 +204,8 @@ def _layer_kernels(sizes: CheckSizes, name: str, shape: BenchShape, length: int)
     yield MeasuredTable(record, rows, [], "kernels")
     total, launches = sum(took for _, took in times.values()), sum(count for count, _ in times.values())
     beside = f"modelled {report.seconds(sum(modelled.values()))}" if modelled else "not modelled"
-    said = f"{report.seconds(total)} in {launches} launches, {beside}"
-    yield fact(f"kernels of {what}", said if sizes.is_gpu else _NOT_TIMED)
+    summary = f"{report.seconds(total)} in {launches} launches, {beside}"
+    yield fact(f"kernels of {what}", summary if sizes.is_gpu else _NOT_TIMED)
 
 
 def kernel_times(run: Callable[[], object], device: torch.device) -> dict[str, tuple[int, float]]:

@@ -337,9 +337,8 @@ class _QueryBatch:
         if not shape[3]:
             blocks_BSGN = blocks_BSGN.new_full((*shape[:3], 1), -1)
         n_rows, n_tokens = self.key_shape
-        none = self.geometry.n_blocks(
-            n_rows * n_tokens if self.packed else n_tokens
-        )  # blocks from there on are past every query
+        # Blocks from there on are past every query.
+        none = self.geometry.n_blocks(n_rows * n_tokens if self.packed else n_tokens)
         numbers = blocks_BSGN.long()
         outside = (numbers < 0) | (numbers >= none)
         sorted_ = numbers.masked_fill(outside, none).to(torch.int32).sort(-1).values
