@@ -51,7 +51,8 @@ def test_the_attention_does_not_load_the_compiler_of_torch():
 NOT_IN_A_RANK = (
     "torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "torch.utils.cpp_extension", "triton",
     "networkx", "setuptools", "cached_path", "google.cloud", "huggingface_hub", "transformers", "datasets", "pyarrow",
-    "pandas", "olmo_core.nn.ddp", "olmo_core.train.train_module.transformer.ddp_train_module",
+    "pandas", "requests", "chardet", "boto3", "fsspec", "olmo_core.nn.ddp",
+    "olmo_core.train.train_module.transformer.ddp_train_module",
 )  # fmt: skip
 """Modules that one rank on a CPU does not use: together they take longer to import than torch."""
 

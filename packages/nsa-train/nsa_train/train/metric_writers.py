@@ -25,6 +25,7 @@ from nsa_train import names
 from nsa_train.config.schema import RunConfig
 from nsa_train.record.heartbeat_record import METRIC_COLUMNS, HeartbeatRecord
 from nsa_train.record.record_files import to_line
+from nsa_train.train.engine.deferred_imports import deferred_imports
 
 # Scripts read columns by position: these keep their places, the other numbers of a record follow.
 _FIRST_COLUMNS = (
@@ -73,7 +74,8 @@ class MetricWriters:
     """Writes progress records and evaluations of rank 0."""
 
     def __init__(self, run_folder: Path) -> None:
-        from tensorboard.summary import Writer
+        with deferred_imports():  # of clients of remote storage
+            from tensorboard.summary import Writer
 
         self._folder = run_folder
         self._training = CsvFile(run_folder / names.TRAINING_CSV, TRAINING_COLUMNS)

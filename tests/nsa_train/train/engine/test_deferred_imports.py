@@ -153,6 +153,33 @@ def test_the_engines_client_of_storage_is_registered_when_cached_path_is_first_u
     assert in_a_new_process(program) == "/"
 
 
+def test_an_error_of_requests_is_tried_again_before_and_after_requests_is_imported(in_a_new_process):
+    program = (
+        "import sys, nsa_train.train.engine\n"
+        "from olmo_core import io\n"
+        "from olmo_core.exceptions import OLMoNetworkError\n"
+        "io._wait_before_retry = lambda attempt: None\n"
+        "calls = []\n"
+        "def fail(error):\n"
+        "    def call():\n"
+        "        calls.append(error)\n"
+        "        raise error\n"
+        "    try:\n"
+        "        io.retriable()(call)()\n"
+        "    except Exception as raised:\n"
+        "        return type(raised)\n"
+        "assert fail(ValueError()) is ValueError and len(calls) == 1\n"
+        "assert 'requests' not in sys.modules\n"
+        "session = io._get_http_session()\n"
+        "import requests\n"
+        "assert type(session) is requests.Session\n"
+        "assert type(session.get_adapter('https://a')) is requests.adapters.HTTPAdapter\n"
+        "assert fail(requests.exceptions.Timeout()) is OLMoNetworkError and len(calls) == 4\n"
+        "assert fail(requests.exceptions.InvalidURL()) is requests.exceptions.InvalidURL and len(calls) == 5\n"
+    )
+    in_a_new_process(program)
+
+
 def test_the_compiler_is_imported_by_the_first_call_of_a_function_that_is_hidden_from_it(in_a_new_process):
     program = (
         "import sys, torch, nsa_train.train.engine\n"

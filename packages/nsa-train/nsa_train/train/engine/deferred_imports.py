@@ -1,8 +1,8 @@
-"""Heavy modules that the engine imports at its top and most ranks never use: imported when they are first used instead.
+"""Heavy modules that the engine and TensorBoard import at their top and most ranks never use: imported at first use.
 
 A rank that only imports the engine would spend seconds of CPU time on clients of cloud storage, Triton, setuptools, the
-engine's mixture-of-experts trainer and torch's compiler. While `deferred_imports` is entered, `import` gives the engine
-stand-ins for these modules. Each has the names of `_DEFERRED_NAMES`, which import the real module when they are called,
+engine's mixture-of-experts trainer and torch's compiler. While `deferred_imports` is entered, `import` gives stand-ins
+for these modules. Each has the names of `_DEFERRED_NAMES`, which import the real module when they are called,
 and of which nothing is an instance before; every other attribute imports the real module at once. Afterwards the
 stand-ins are gone from `sys.modules`: everybody else, torch included, imports the real modules.
 
@@ -27,6 +27,11 @@ from nsa.kernels.custom_operator import COMPILER
 
 _DEFERRED_NAMES: dict[str, tuple[str, ...]] = {
     "cached_path": ("cached_path",),  # 0.9 s: clients of S3, Google Cloud and the Hugging Face hub
+    "requests": ("Session",),  # 0.2 s: the tables of chardet
+    "requests.adapters": ("HTTPAdapter",),
+    "requests.exceptions": ("ChunkedEncodingError", "ConnectionError", "HTTPError", "Timeout"),
+    "boto3": (),  # TensorBoard, for files on S3
+    "fsspec": (),  # TensorBoard, for files elsewhere
     "torch.distributed.pipelining": ("PipelineStage",),  # the compiler of torch
     "torch.utils.cpp_extension": ("load_inline",),  # setuptools
     "torch.utils.flop_counter": ("FlopCounterMode",),  # Triton
@@ -98,10 +103,15 @@ _clients: list[type[_DeferredClient]] = []
 
 @contextmanager
 def deferred_imports() -> Iterator[None]:
-    """Defer the imports of the engine, which is imported inside."""
+    """Defer the imports of the engine or of TensorBoard, which is imported inside."""
     clients = {"SchemeClient": _DeferredClient, "S3Client": _DeferredClient, "add_scheme_client": _add_client}
+    modules = {name: _DeferredModule(name, **_functions(name, names)) for name, names in _DEFERRED_NAMES.items()}
+    for name, module in modules.items():
+        package, _, part = name.rpartition(".")
+        if package in modules:
+            setattr(modules[package], part, module)
     with _stand_ins(
-        *(_DeferredModule(name, **_functions(name, names)) for name, names in _DEFERRED_NAMES.items()),
+        *modules.values(),
         _DeferredModule(_STORAGE_CLIENTS, **clients),
         _DeferredModule(COMPILER, disable=_disable),
     ):
