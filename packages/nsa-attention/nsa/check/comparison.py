@@ -35,6 +35,7 @@ Results = dict[str, Tensor]
 class CheckStatus(StrEnum):
     HOLDS = "holds"
     FAILS = "FAILS"
+    REFUSED = "refused"
     NEEDS_GPU = "needs a GPU"
     FACT = "fact"
 
@@ -70,6 +71,8 @@ class CheckResult:
 
     @property
     def line(self) -> str:
+        if self.measured is None:
+            return f"{self.verdict}  {self.claim}: {self.note}"
         return f"{self.verdict}  {self.claim:68} {self.measured:9.2g}  (at most {self.limit:g})"
 
     def __str__(self) -> str:
