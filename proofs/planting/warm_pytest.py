@@ -26,7 +26,7 @@ PRELOADED = (
     "torch.distributed.checkpoint", "torch.utils.tensorboard", "triton", "transformers", "olmo_core.train",
 )  # fmt: skip
 
-_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 
 
 class WarmPytest:
@@ -55,8 +55,10 @@ class WarmPytest:
 
 def _serve() -> None:
     # Ranks that a planted bug lets wait for each other for ever would use the processors of all later tests: when their
-    # parent ends, they become children of this process.
+    # parent ends, they become children of this process. It ends them with itself when the drill is killed.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, _end_all)
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an import prints is no answer
     for name in sys.argv[1:]:
@@ -76,6 +78,11 @@ def _serve() -> None:
         print(code, file=answers, flush=True)
 
 
+def _end_all(*_: object) -> NoReturn:
+    _end_children()
+    os._exit(1)
+
+
 def _end_children() -> None:
     """Kill what a run has left; the children of a killed process are children of this one then."""
     with contextlib.suppress(ChildProcessError):  # there is none any more
@@ -90,6 +97,7 @@ def _run(words: list[str], output: str) -> NoReturn:
     import pytest
 
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number, name, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY | os.O_APPEND)):
         file = os.open(name, flags)
         os.dup2(file, number)

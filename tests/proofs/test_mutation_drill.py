@@ -1,10 +1,13 @@
 """The mutation drill reports what its tests catch, what survives, and what could not be planted."""
 
+import json
 import os
 import platform
 import re
 import runpy
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,8 +113,11 @@ def test_it():
         os._exit(0)
     while not (Path("pid").exists() and Path("pid").read_text()):
         time.sleep(0.01)
+    while Path("wait").exists():
+        time.sleep(0.01)
     assert False
 """
+WORDS = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_some.py"]
 
 
 def test_no_process_of_a_run_outlives_it(tmp_path):
@@ -119,8 +125,31 @@ def test_no_process_of_a_run_outlives_it(tmp_path):
     (tmp_path / "test_some.py").write_text(LEAVES_A_CHILD)
     warm = WarmPytest(tmp_path, {**os.environ, "PYTHONPATH": import_path()}, preloaded=())
     try:
-        code, output = warm.run(["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "test_some.py"])
+        code, output = warm.run(WORDS)
         pid = (tmp_path / "pid").read_text()
         assert (code, Path("/proc", pid).exists()) == (1, False), output
     finally:
         warm.close()
+
+
+def test_no_process_outlives_a_drill_that_is_killed(tmp_path):
+    (tmp_path / "test_some.py").write_text(LEAVES_A_CHILD)
+    (tmp_path / "wait").touch()
+    environ = {**os.environ, "PYTHONPATH": import_path()}
+    program = (
+        "import json, os, sys, pathlib\n"
+        "from proofs.planting.warm_pytest import WarmPytest\n"
+        "WarmPytest(pathlib.Path(sys.argv[1]), dict(os.environ), preloaded=()).run(json.loads(sys.argv[2]))\n"
+    )
+    pid = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path), json.dumps(WORDS)], env=environ) as drill:
+        wait_until(lambda: pid.exists() and pid.read_text())
+        drill.kill()
+    wait_until(lambda: not Path("/proc", pid.read_text()).exists())
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 300
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
