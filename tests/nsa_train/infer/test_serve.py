@@ -82,7 +82,9 @@ def test_completions_are_the_text_of_generate(server, expected):
 def test_streamed_pieces_are_the_same_text(server, expected):
     for prompt, text in zip(PROMPTS, expected, strict=True):
         raw = server.post("/v1/completions", prompt=prompt, temperature=0, max_tokens=24, stream=True).decode()
-        chunks = [json.loads(line.removeprefix("data: ")) for line in raw.split("\n\n") if line.strip()]
+        *lines, end, nothing = raw.split("\n\n")
+        assert (end, nothing) == ("data: [DONE]", "")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
         streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         # Transformers' streamer drops an incomplete character at the very end.
         assert text.rstrip("�") == streamed.rstrip("�")
@@ -162,7 +164,7 @@ def test_sigterm_finishes_the_request_and_ends_cleanly(server):
     with urllib.request.urlopen(request, timeout=100) as answer:
         answer.readline()  # the answer has begun
         server.process.send_signal(signal.SIGTERM)
-        *_, last = (line for line in answer.read().decode().split("\n\n") if line.strip())
+        *_, last, _done = (line for line in answer.read().decode().split("\n\n") if line.strip())
     assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 300
     assert server.process.wait(100) == 0
     assert "Traceback" not in "".join(server.lines)

@@ -203,6 +203,8 @@ class RequestGuard:
                 return await refused.response(scope, receive, send)
             except NSAError as error:  # e.g. of the chat template
                 return await error_response(400, str(error))(scope, receive, send)
+            if scope["path"] in (_COMPLETIONS, _CHAT):
+                send = _with_stream_end(send)
         await self._app(scope, receive, send)
 
     async def _checked(self, scope: _Scope, receive: _Receive) -> _Receive:
@@ -355,6 +357,22 @@ class RequestGuard:
                 param="model",
                 code="model_not_found",
             )
+
+
+def _with_stream_end(send: _Send) -> _Send:
+    """Send what OpenAI's API sends after the last piece of a stream, which Transformers' server does not."""
+    streams = False
+
+    async def forward(message: MutableMapping[str, Any]) -> None:
+        nonlocal streams
+        if message["type"] == "http.response.start":
+            headers = dict(message["headers"])
+            streams = headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        elif streams and not message.get("more_body", False):
+            message = {**message, "body": message.get("body", b"") + b"data: [DONE]\n\n"}
+        await send(message)
+
+    return forward
 
 
 _TEMPLATE_PARAMETERS = {"conversations", "messages", "load_audio_from_video"} | {
