@@ -126,14 +126,10 @@ def changed_limits(changes: Iterable[str]) -> HealthLimits:
     return limits
 
 
-def _table(*conditions: HealthCondition) -> Mapping[str, HealthCondition]:
-    return {condition.name: condition for condition in conditions}
-
-
 _CRITICAL_FOR_S, _WARNING_FOR_S = 60.0, 300.0
 _C, _W = AlertLevel.CRITICAL, AlertLevel.WARNING
 
-CONDITIONS = _table(
+_CONDITIONS = (
     HealthCondition("heartbeat_stall", _C, "heartbeat", "no heartbeat for {stall_s} s",
                     "read the stack dumps in the run folder; halt and resume"),
     HealthCondition("process_gone", _C, "process", "process gone for {gone_s} s without a final record",
@@ -199,6 +195,7 @@ CONDITIONS = _table(
     HealthCondition("clock_skew", _W, "clock", "records more than {clock_skew_s} s ahead of this machine's clock",
                     "synchronize the clocks (NTP); until then ages come from file times"),
 )  # fmt: skip
+CONDITIONS: Mapping[str, HealthCondition] = {condition.name: condition for condition in _CONDITIONS}
 
 _REFRESH = "nsa alert-rules > ops/prometheus/rules.yml"
 _EXPORTER_DOWN = "exporter_down"
@@ -208,7 +205,7 @@ _RANK = "{{ if $labels.rank }} rank {{ $labels.rank }}{{ end }}"
 
 
 def _alert_name(condition: str) -> str:
-    return "NSA" + "".join(word.capitalize() for word in condition.split("_"))
+    return "NSA" + condition.title().replace("_", "")
 
 
 def alert_rules(limits: HealthLimits = HealthLimits(), speed: float = 1.0) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -55,12 +54,7 @@ GAUGES: Mapping[str, PrometheusGauge] = {
 """Gauge of each metric of a progress record that is exported as it is (times `scale`)."""
 
 _STATES = ("starting", "running", "halted", "stopped", "done", "failed")
-_STATE_OF_ENDING = {
-    names.HALTED: "halted",
-    names.STOPPED: "stopped",
-    names.DONE: "done",
-    names.FAILED: "failed",
-}
+_STATE_OF_ENDING = {names.HALTED: "halted", names.STOPPED: "stopped", names.DONE: "done", names.FAILED: "failed"}
 _ENDED_REGULARLY = ("stopped", "done")
 """Regular ends: the last values of such a run are not exported."""
 
@@ -140,15 +134,13 @@ def _label(word: Any) -> str:
 
 
 def _of_run(history: RunHistory, now: ClockReading) -> Iterator[_MetricSample]:
-    yield _MetricSample("nsa_restarts_total", {}, history.event_counts[EventKind.RESTART])
-    yield _MetricSample("nsa_rollbacks_total", {}, history.event_counts[EventKind.ROLLBACK])
-    yield _MetricSample("nsa_lost_steps_total", {}, history.lost_steps)
-    yield _MetricSample("nsa_last_checkpoint_step", {}, history.saved_step)
-    yield _MetricSample("nsa_unreadable_records", {}, history.unreadable.total())
-    yield _MetricSample(
-        "nsa_missing_ranks", {}, sum(rank not in history.present for rank in range(history.facts.world or 1))
-    )
     known = {
+        "nsa_restarts_total": history.event_counts[EventKind.RESTART],
+        "nsa_rollbacks_total": history.event_counts[EventKind.ROLLBACK],
+        "nsa_lost_steps_total": history.lost_steps,
+        "nsa_last_checkpoint_step": history.saved_step,
+        "nsa_unreadable_records": history.unreadable.total(),
+        "nsa_missing_ranks": sum(rank not in history.present for rank in range(history.facts.world or 1)),
         "nsa_start_timestamp_seconds": None if history.started_at is None else _wall_time(history.started_at, now),
         "nsa_last_checkpoint_timestamp_seconds": history.saved_ts,
         "nsa_eval_loss_nats": history.eval_loss,
@@ -237,19 +229,16 @@ class RunsCollector(Collector):
 
     def collect(self) -> Iterator[_Family]:
         with self._lock:
-            self._find()
+            for folder in self._folders:
+                for path in (folder, *sorted(folder.glob("*/"))):
+                    if path not in self._readers and any(path.glob(names.HEARTBEATS)):
+                        self._readers[path] = RunReader(path)
             scraped = [(run, sample) for path, run in _run_names(self._readers).items() for sample in self._read(path)]
         yield from _families(scraped)
 
     def close(self) -> None:
         for reader in self._readers.values():
             reader.close()
-
-    def _find(self) -> None:
-        for folder in self._folders:
-            for path in (folder, *sorted(folder.glob("*/"))):
-                if path not in self._readers and any(path.glob(names.HEARTBEATS)):
-                    self._readers[path] = RunReader(path)
 
     def _read(self, path: Path) -> list[_MetricSample]:
         reader = self._readers[path]
@@ -314,10 +303,13 @@ class MetricsExporter:
             ) from None
         self._server.set_app(_SharedScrapes(make_wsgi_app(registry)))
         self._server.socket.listen(_WAITING_SCRAPES)
-        self.address = _address(host, self._server)
+        reached_as = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        self.address = f"{in_url(reached_as)}:{self._server.server_port}"
+        """Address under which clients reach the server."""
         self._file_sd = file_sd
-        if file_sd is not None:
-            _register(file_sd, self.address)
+        if file_sd is not None:  # a target file for Prometheus' file_sd_configs, which is reloaded when it changes
+            file_sd.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file_sd, json.dumps([{"targets": [self.address]}]) + "\n")
 
     def close(self) -> None:
         if self._file_sd is not None:
@@ -326,19 +318,6 @@ class MetricsExporter:
         self._thread.join()
         self._server.server_close()
         self._collector.close()
-
-
-def _address(host: str, server: WSGIServer) -> str:
-    """Address under which clients reach the server."""
-    if host in ("0.0.0.0", "::"):
-        host = socket.gethostname()
-    return f"{in_url(host)}:{server.server_port}"
-
-
-def _register(path: Path, address: str) -> None:
-    """Target file for Prometheus' file_sd_configs, which is reloaded when it changes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps([{"targets": [address]}]) + "\n")
 
 
 def _families(scraped: Iterable[tuple[str, _MetricSample]]) -> Iterator[_Family]:

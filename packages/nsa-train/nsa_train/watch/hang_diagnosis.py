@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def diagnose_hang(folder: Path, logs: Iterable[RankLog], wait_s: float = 5.0) ->
             yield f"rank {rank}: process {pid} is not running, no stack dump"
             continue
         size = dump.stat().st_size
-        if _send(pid, signal.SIGUSR1):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGUSR1)
             requested[rank] = (pid, size)
     silent = _wait(folder, requested, wait_s)
     for rank, (pid, _) in requested.items():
@@ -119,12 +121,3 @@ def _state_of(pid: int) -> str:
         return "gone"
     letter = text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
     return _STATES.get(letter, letter)
-
-
-def _send(pid: int, number: signal.Signals) -> bool:
-    """Whether the signal could be sent."""
-    try:
-        os.kill(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

@@ -5,6 +5,7 @@ The conditions and their limits are in `conditions`.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from statistics import median
 
 from nsa_train import names
@@ -288,9 +289,4 @@ def _stragglers(history: RunHistory, limits: HealthLimits) -> Iterator[HealthFin
 
 def _streak(beats: Sequence[HeartbeatRecord], holds: Callable[[HeartbeatRecord], bool]) -> int:
     """Number of the most recent consecutive records for which `holds` is true."""
-    count = 0
-    for beat in reversed(beats):
-        if not holds(beat):
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(holds, reversed(beats)))

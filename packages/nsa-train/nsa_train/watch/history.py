@@ -5,7 +5,7 @@ Times named `_at` are on the monotonic clock of the reader, see `run_reader`.
 
 import math
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Self
 
@@ -20,23 +20,32 @@ _RECORDS, _SPANS, _FIRST_SPANS, _LOSSES = 256, 240, 20, 20_000
 _NEW_PROCESS = (EventKind.START, EventKind.RESTART)
 
 
+def _fact(place: str, check: value_checks.Check) -> Any:
+    """Define a fact by its place in env.json and its check; it is None where it is not known."""
+    return field(default=None, metadata={"place": place, "check": check})
+
+
+def _of_train(name: str, check: value_checks.Check = value_checks.whole) -> Any:
+    return _fact(f"config.train.{name}", check)
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """Settings of a run from env.json; None where not known."""
 
-    host: str | None = None
-    world: int | None = None
-    local_world: int | None = None
+    host: str | None = _fact("host", value_checks.text)
+    world: int | None = _fact("world_size", value_checks.rank_number)
+    local_world: int | None = _fact("local_world_size", value_checks.rank_number)
     """Number of ranks on `host`; they are the lowest ranks."""
-    steps: int | None = None
-    log_every: int | None = None
-    save_every: int | None = None
-    eval_every: int | None = None
-    checkpoint_store: str | None = None
+    steps: int | None = _of_train("steps")
+    log_every: int | None = _of_train("log_every")
+    save_every: int | None = _of_train("save_every")
+    eval_every: int | None = _of_train("eval_every")
+    checkpoint_store: str | None = _of_train("checkpoint_store", value_checks.text)
     """Where checkpoints are copied to."""
-    trainable: tuple[str, ...] | None = None
+    trainable: tuple[str, ...] | None = _of_train("trainable", value_checks.texts)
     """Patterns of the parameters that are trained."""
-    dataset: str | None = None
+    dataset: str | None = _fact("config.data.dataset", value_checks.text)
 
     def is_substituted(self, beat: HeartbeatRecord) -> bool:
         """Whether a rank trains on synthetic data although a dataset is configured."""
@@ -46,30 +55,15 @@ class RunFacts:
     def from_env(cls, env: dict[str, Any]) -> tuple[Self, bool]:
         """The settings, and whether something in the file could not be read."""
         facts, damaged = {}, False
-        for name, (path, check) in _SETTINGS.items():
+        for fact in fields(cls):
             value: Any = env
-            for key in path.split("."):
+            for key in fact.metadata["place"].split("."):
                 damaged |= not isinstance(value, (dict, NoneType))
                 value = value.get(key) if isinstance(value, dict) else None
             if value is not None:
-                facts[name] = check(value)
-                damaged |= facts[name] is None
+                facts[fact.name] = fact.metadata["check"](value)
+                damaged |= facts[fact.name] is None
         return cls(**facts), damaged
-
-
-_SETTINGS: dict[str, tuple[str, value_checks.Check]] = {
-    "host": ("host", value_checks.text),
-    "world": ("world_size", value_checks.rank_number),
-    "local_world": ("local_world_size", value_checks.rank_number),
-    **{
-        name: (f"config.train.{name}", value_checks.whole)
-        for name in ("steps", "log_every", "save_every", "eval_every")
-    },
-    "trainable": ("config.train.trainable", value_checks.texts),
-    "checkpoint_store": ("config.train.checkpoint_store", value_checks.text),
-    "dataset": ("config.data.dataset", value_checks.text),
-}
-"""Fact → place in env.json and check."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ class RunReader:
 
     def _written_at(self, ts: float, path: Path) -> float:
         if ts - self.now.wall > HealthLimits.clock_skew_s:  # not trusted: use the file's modification time
-            ts = _modified(path, ts)
+            with suppress(OSError):
+                ts = path.stat().st_mtime
         age = max(0.0, self.now.wall - ts)
         if self._last_update is not None:
             age = min(age, self.now.steady - self._last_update)
@@ -161,13 +162,6 @@ def _history_bytes(rank: int) -> int:
     return _HISTORY_BYTES if rank == 0 else _HISTORY_BYTES_OF_OTHER_RANKS
 
 
-def _modified(path: Path, otherwise: float) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return otherwise
-
-
 def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
     """Whether the process exists and has one of the files open for writing; None where this cannot be determined.
 
@@ -181,7 +175,12 @@ def writes_to(pid: int, files: Sequence[Path]) -> bool | None:
             continue
         inodes.add((status.st_dev, status.st_ino))
     if not Path("/proc/self/fd").exists():
-        return None if _exists(pid) else False
+        with suppress(PermissionError):  # it exists, and is another user's
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return False
+        return None
     try:
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except PermissionError:
@@ -205,13 +204,3 @@ def _is_for_writing(descriptor: Path) -> bool:
     except (OSError, StopIteration):
         return False
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

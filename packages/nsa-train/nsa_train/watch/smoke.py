@@ -56,8 +56,8 @@ def smoke(*, training_csv: Path, heartbeat: Path, min_steps: int, folder: Path |
     )
     still = [beat for beat in progress if beat.toks_per_s is not None and not beat.toks_per_s > 0]
     yield _SmokeCheck("throughput", not still, f"{len(still)} records with 0 tokens per second")
-    ended = beats[-1].msg
-    yield _SmokeCheck("final_record", ended != names.FAILED, f"the last record is {ended!r}{_colon(beats[-1].detail)}")
+    ended, detail = beats[-1].msg, f": {beats[-1].detail}" if beats[-1].detail else ""
+    yield _SmokeCheck("final_record", ended != names.FAILED, f"the last record is {ended!r}{detail}")
     if folder is not None:
         yield from _files(folder, finished=ended == names.DONE)
 
@@ -122,7 +122,3 @@ def _holds_something(path: Path) -> bool:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
-
-
-def _colon(detail: str | None) -> str:
-    return f": {detail}" if detail else ""

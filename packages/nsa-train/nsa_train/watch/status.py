@@ -1,6 +1,5 @@
 """Status of a run: its phase in one word, its findings in lines, and one record with the exit code of `nsa status`."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -119,7 +118,7 @@ def status_of(reader: RunReader, findings: Sequence[HealthFinding]) -> RunStatus
         ranks=len(present),
         world=history.facts.world,
         checkpoint=checkpoint,
-        checkpoint_step=int(checkpoint.removeprefix("step")) if checkpoint is not None else None,
+        checkpoint_step=names.step_of(checkpoint) if checkpoint is not None else None,
         halt=halt.describe(now.wall) if halt is not None else None,
         findings=tuple(findings),
         unreadable={name: count for name, count in history.unreadable.items() if count},
@@ -132,7 +131,7 @@ def _newest_checkpoint(folder: Path) -> str | None:
         name = (folder / names.CHECKPOINTS / names.LATEST).readlink().name
     except OSError:  # none yet, or not in this folder
         return None
-    return name if re.fullmatch(r"step[0-9]{1,15}", name) else None
+    return None if names.step_of(name) is None else name
 
 
 def group_findings(findings: Sequence[HealthFinding]) -> list[list[HealthFinding]]:

@@ -93,7 +93,8 @@ class Watchdog:
         for same in group_findings([finding for key, finding in now.items() if key not in before]):
             self._report(same)
         for same in group_findings([finding for key, finding in before.items() if key not in now]):
-            self._report_resolved(same)
+            self.log(f"resolved: {same[0].name}{where_found(same)}")
+            self._event(EventKind.FINDING, same, over=True)
         self._acted &= now.keys()
         critical = [(key, finding) for key, finding in now.items() if finding.level == AlertLevel.CRITICAL]
         due = [finding for key, finding in critical if key not in self._acted and self._is_certain(finding)]
@@ -170,10 +171,6 @@ class Watchdog:
         self._event(EventKind.STALL if first.name in _BY_AGE else EventKind.FINDING, same, message=first.message)
         if first.name in _GATES and first.level == AlertLevel.WARNING:
             self._write_gates(same)
-
-    def _report_resolved(self, same: Sequence[HealthFinding]) -> None:
-        self.log(f"resolved: {same[0].name}{where_found(same)}")
-        self._event(EventKind.FINDING, same, over=True)
 
     def _event(self, kind: EventKind, same: Sequence[HealthFinding], **details: Any) -> None:
         which = {"condition": same[0].name, "level": same[0].level.value, "ranks": ranks_of(same)}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from nsa_train.watch.view.svg_chart import ChartLine, SvgChart
+from nsa_train.watch.view.svg_chart import SvgChart
 
 # Optional: without scripts the page only lacks the filter field, which is hidden then.
 _FILTER = """
@@ -51,18 +51,16 @@ def chart_figure(chart: SvgChart) -> str:
 
 
 def _key(chart: SvgChart) -> str:
-    lines = {line.label: line for line in chart.lines if line.buckets}
-    entries = [_sample(line) for line in lines.values()] if len(lines) > 1 or chart.points else []
+    styles = {line.label: line.style for line in chart.lines if line.buckets}
+    entries = [
+        f'<span><svg viewBox="0 0 26 10"><path class="line {style}" d="M0 5H26"/></svg> {escape(label)}</span>'
+        for label, style in (styles.items() if len(styles) > 1 or chart.points else ())
+    ]
     if chart.points:
         entries.append(
             '<span><svg viewBox="0 0 26 10"><circle class="point" cx="13" cy="5" r="4"/></svg> held-out loss</span>'
         )
     return f'<p class="key">{"".join(entries)}</p>' if entries else ""
-
-
-def _sample(line: ChartLine) -> str:
-    path = f'<path class="line {line.style}" d="M0 5H26"/>'
-    return f'<span><svg viewBox="0 0 26 10">{path}</svg> {escape(line.label)}</span>'
 
 
 def table(
@@ -85,7 +83,8 @@ def table(
     body = []
     for index, row in enumerate(rows):
         named = f' class="{classes[index]}"' if index < len(classes) and classes[index] else ""
-        cells = "".join(f"<td{css(place)}>{_cell_of(cell)}</td>" for place, cell in enumerate(row))
+        texts = (str(cell) if isinstance(cell, SafeHtml) else escape(str(cell)) for cell in row)
+        cells = "".join(f"<td{css(place)}>{text}</td>" for place, text in enumerate(texts))
         body.append(f"<tr{named}>{cells}</tr>")
     identity = f' id="{anchor}"' if anchor else ""
     return f"<table{identity}><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -93,10 +92,6 @@ def table(
 
 class SafeHtml(str):
     """Markup in which all foreign text is already escaped."""
-
-
-def _cell_of(cell: str) -> str:
-    return str(cell) if isinstance(cell, SafeHtml) else escape(str(cell))
 
 
 def filter_field(anchor: str) -> str:

@@ -69,16 +69,16 @@ class _FrameLayout(NamedTuple):
 def _plan(snapshot: RunSnapshot, height: int) -> _FrameLayout:
     """Divide the lines: 24 show everything; more make charts taller, then show gates by layer, then more findings."""
     two_rows = height >= 36
-    spare = height - 24 - (_FrameLayout().charts if two_rows else 0)
+    usual = _FrameLayout(two_rows=two_rows)
+    spare = height - 24 - (usual.charts if two_rows else 0)
     if spare <= 0:
-        return _FrameLayout(two_rows=two_rows)
+        return usual
     taller = min(spare // (4 if two_rows else 2), 6)
     spare -= taller * (2 if two_rows else 1)
-    layers = min(spare // 2, max(0, _n_layers(snapshot.run) + 1 - _FrameLayout().gates))
-    findings = min(max(0, len(snapshot.grouped()) - _FrameLayout().findings), (spare - layers) // 2)
-    return _FrameLayout(
-        _FrameLayout().charts + taller, two_rows, _FrameLayout().gates + layers, _FrameLayout().findings + findings
-    )
+    n_layers = len(snapshot.run.lead.last_progress.get("gate_shares_by_layer") or ())
+    layers = min(spare // 2, max(0, n_layers + 1 - usual.gates))
+    findings = min(max(0, len(snapshot.grouped()) - usual.findings), (spare - layers) // 2)
+    return _FrameLayout(usual.charts + taller, two_rows, usual.gates + layers, usual.findings + findings)
 
 
 def _header(snapshot: RunSnapshot, width: int) -> Text:
@@ -175,10 +175,6 @@ def _latest(run: RunData, name: str) -> float:
 
 def _latest_text(run: RunData, name: str) -> str:
     return metric_format(name)(_latest(run, name))
-
-
-def _n_layers(run: RunData) -> int:
-    return len(run.lead.last_progress.get("gate_shares_by_layer") or ())
 
 
 def _gates(run: RunData, width: int, height: int) -> list[Text]:

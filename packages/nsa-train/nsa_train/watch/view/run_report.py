@@ -86,20 +86,17 @@ def render_comparison(runs: Sequence[RunData]) -> str:
 
 def _head(snapshot: RunSnapshot, links: str) -> str:
     run, wall = snapshot.run, snapshot.summary.wall
+    unreadable = record_files.describe_unreadable(run.unreadable)
+    warning = f' · <span class="warn">{escape(unreadable)}</span>' if unreadable else ""
     sign, style = STATE_MARKS[snapshot.state]
     began = f"began {moment(wall.begin)} · " if wall else ""
     about = f"{began}{plain(run.lead.last_progress.get('data') or run.env.get('data') or 'data unknown')}"
     return (
         f"<header>\n<h1>{escape(plain(run.name))}</h1>\n"
         f'<p><span class="state {style}">{sign} {escape(snapshot.state)}</span> · {escape(about)} · '
-        f"as of {moment(snapshot.now)}{_unreadable(run)}</p>"
+        f"as of {moment(snapshot.now)}{warning}</p>"
         f"\n{tiles(_tiles(snapshot))}\n<nav>{links}</nav>\n</header>"
     )
-
-
-def _unreadable(run: RunData) -> str:
-    words = record_files.describe_unreadable(run.unreadable)
-    return f' · <span class="warn">{escape(words)}</span>' if words else ""
 
 
 def _tiles(snapshot: RunSnapshot) -> list[tuple[str, str, str]]:

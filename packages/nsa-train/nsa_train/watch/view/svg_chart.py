@@ -4,10 +4,11 @@ Charts are readable without colour: × is non-finite, ▲ above the axis, restar
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from nsa_train.watch.view.downsample import ChartBucket, ValueRange, nice_step, ticks, value_range
 from nsa_train.watch.view.formatting import number, tick
@@ -92,7 +93,13 @@ class _SvgDrawing:
             return f"{head}{middle}{self._bad()}</svg>"
         parts = [self._grid(), self._limits(), self._marks()]
         parts += [self._line(line) for line in self.lines]
-        parts += [self._points(), self._bad(), self._hovers()]
+        parts += [
+            f'<circle class="point" cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="4">'
+            f"<title>{escape(text)}</title></circle>"
+            for x, y, text in self.points
+            if math.isfinite(y)
+        ]
+        parts += [self._bad(), self._hovers()]
         return head + "".join(parts) + "</svg>"
 
     def _x(self, x: float) -> float:
@@ -181,14 +188,6 @@ class _SvgDrawing:
                 parts.append(f'<g class="above"><title>{escape(text)}</title><path d="M{x:.1f} {_TOP}l4 7h-8z"/></g>')
         return "".join(parts)
 
-    def _points(self) -> str:
-        return "".join(
-            f'<circle class="point" cx="{self._x(x):.1f}" cy="{self._y(y):.1f}" r="4">'
-            f"<title>{escape(text)}</title></circle>"
-            for x, y, text in self.points
-            if math.isfinite(y)
-        )
-
     def _bad(self) -> str:
         marked = [(x, text) for x, y, text in self.points if not math.isfinite(y)] + list(self.chart.bad)
         for line in self.lines:
@@ -232,38 +231,24 @@ class _SvgDrawing:
 
 
 def _scaled(line: ChartLine, scale: Callable[[float], float]) -> ChartLine:
-    labels = [
+    scaled = [
         bucket._replace(low=scale(bucket.low), high=scale(bucket.high), mean=scale(bucket.mean))
         if bucket.low > 0
         else bucket._replace(low=math.nan, high=math.nan, mean=math.nan)
         for bucket in line.buckets
     ]
-    return ChartLine(line.label, labels, line.style, line.band, line.in_hover)
+    return replace(line, buckets=scaled)
 
 
-def _stretches(line_buckets: Sequence[ChartBucket]) -> Iterable[list[ChartBucket]]:
+def _stretches(line_buckets: Sequence[ChartBucket]) -> list[list[ChartBucket]]:
     """Stretches of finite buckets: a line does not bridge non-finite ones."""
-    stretch: list[ChartBucket] = []
-    for bucket in line_buckets:
-        if math.isnan(bucket.mean):
-            if stretch:
-                yield stretch
-            stretch = []
-        else:
-            stretch.append(bucket)
-    if stretch:
-        yield stretch
+    parts = groupby(line_buckets, key=lambda bucket: math.isnan(bucket.mean))
+    return [list(stretch) for not_finite, stretch in parts if not not_finite]
 
 
 def _nearest(line_buckets: Sequence[ChartBucket], x: float) -> ChartBucket:
-    low, high = 0, len(line_buckets) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if line_buckets[middle].x <= x:
-            low = middle
-        else:
-            high = middle
-    return min((line_buckets[low], line_buckets[high]), key=lambda bucket: abs(bucket.x - x))
+    place = bisect_right(line_buckets, x, key=lambda bucket: bucket.x)
+    return min(line_buckets[max(0, place - 1) : place + 1], key=lambda bucket: abs(bucket.x - x))
 
 
 def svg_picture(title: str, width: float, height: float, parts: Sequence[str]) -> str:
