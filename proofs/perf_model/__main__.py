@@ -22,9 +22,8 @@ from nsa_train.cli.bench import (
     PlotFile,
     ShapeName,
     progress,
-    stdout_console,
 )
-from nsa_train.cli.outputs import require_writable_file
+from nsa_train.cli.outputs import require_writable_file, table_console
 from nsa_train.config.load import load
 from proofs.perf_model import fit as fitting
 from proofs.perf_model import report as reports
@@ -84,7 +83,7 @@ def perf_model(
         " ".join(["python -m proofs.perf_model", *sys.argv[1:]]), describe_machine(), gpu_named(gpu),
         host_time=HOST_TIME if measured is None else "with measured host time",
     )  # fmt: skip
-    console = stdout_console()
+    console = table_console(200)
     console.print(reports.headline(report))
     with progress() as log:
         for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log, measured):
@@ -111,7 +110,7 @@ def fit(
     """Take launch cost, host time, tails and Triton's share from an archive of the GPU check, and print the model with
     and without them beside what was measured. `--bundle FILE` then answers other questions with them."""
     gpu, body = fitting.measured_gpu(bundle)
-    console = stdout_console()
+    console = table_console(200)
     with progress() as log:
         log(f"fitting the kernels of {body['gpu']['name']}")
         terms = fitting.fit(body, gpu, fitting.predictor(gpu))

@@ -89,7 +89,7 @@ def rank_options(arrived, restart: bool = False) -> StartOptions:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.parametrize("command", ["launch", "train --ddp 1"])
 def test_through_the_launcher_to_the_ranks(command, name, arrived, monkeypatch):
-    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     options = differing(name)
     invoke(*command.split(), *WORDS, *options.to_args())
     assert arrived["checked"] == options

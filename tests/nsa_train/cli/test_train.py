@@ -75,11 +75,11 @@ def test_both_spellings_of_resume(called, tmp_path):
 
 
 def test_ddp_asks_for_ranks(called, monkeypatch):
-    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     invoke(CONFIG, "--ddp", "1", "--dataset", "synthetic", code=0)
     assert called["nproc"] == 2
     assert called["words"] == [CONFIG, "data.dataset=synthetic"]
-    monkeypatch.setattr("nsa_train.cli.train._gpus", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     invoke(CONFIG, "--ddp", "1", "--dataset", "synthetic")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

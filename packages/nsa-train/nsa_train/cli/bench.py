@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nsa.errors import ConfigError
-from nsa_train.cli.outputs import require_writable_file
+from nsa_train.cli.outputs import require_writable_file, table_console
 
 app = typer.Typer(
     help="Time the attention beside dense SDPA, in interleaved rounds. No speed-up is printed for a wrong result.",
@@ -181,17 +181,12 @@ def _run(
     from nsa.bench.suite import BenchRequest, bench
 
     request = BenchRequest(op, lengths, dtype, backends=tuple(backend or ()), peers=peers, **rest)
-    console = stdout_console()
+    console = table_console(200)
     with progress() as log:
         bench(
             request, " ".join(["nsa", *sys.argv[1:]]), log, partial(console.print, markup=False),
             partial(_print_table, console), json=json, plot=plot, markdown=markdown,
         )  # fmt: skip
-
-
-def stdout_console() -> Console:
-    """Wide where output is piped, so that table rows are not wrapped."""
-    return Console(width=None if Console().is_terminal else 200, highlight=False)
 
 
 def _print_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

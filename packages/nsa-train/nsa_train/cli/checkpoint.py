@@ -1,6 +1,7 @@
 """`nsa checkpoint`: list, verify and export the checkpoints of a run."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,13 +58,11 @@ def _row(folder: "CheckpointFolder", step: int, reasons: Sequence[str]) -> dict[
     """One checkpoint, as `nsa checkpoint ls --json` prints it."""
     verdict = folder.examine(step, deep=False)
     row = {"step": step, "path": str(folder.step_path(step)), "latest": step == folder.latest()}
-    manifest = verdict.manifest
-    if manifest is None or not verdict.good:
-        return {**row, "good": False, "problems": list(verdict.problems)}
+    row |= {"good": verdict.good, "problems": list(verdict.problems)}
+    if (manifest := verdict.manifest) is None or not verdict.good:
+        return row
     return {
         **row,
-        "good": True,
-        "problems": [],
         "saved_at": manifest.saved_at,
         "bytes": manifest.bytes,
         "files": len(manifest.files),
@@ -97,26 +96,18 @@ def verify(
         wanted = [folder.step_path(step) for step in folder.require_steps()]
     key = read_key(key_file)
     verdicts: list[dict[str, Any]] = []
+    verdict: dict[str, Any]
     for checkpoint in wanted:
         try:
             manifest = require_trustworthy(checkpoint, key=key).manifest
         except CheckpointError as error:
-            verdicts.append({"path": str(checkpoint), "good": False, "problem": str(error)})
-            line = f"BAD   {error}"
+            verdict, line = {"problem": str(error)}, f"BAD   {error}"
         else:
             assert manifest is not None
             files, size = len(manifest.files), manifest.bytes
-            verdicts.append(
-                {
-                    "path": str(checkpoint),
-                    "good": True,
-                    "problem": None,
-                    "files": files,
-                    "bytes": size,
-                    "signed": bool(key),
-                }
-            )
+            verdict = {"problem": None, "files": files, "bytes": size, "signed": bool(key)}
             line = f"good  {checkpoint} ({files} files, {size / 2**20:.1f} MiB{', signed' if key else ''})"
+        verdicts.append({"path": str(checkpoint), "good": verdict["problem"] is None, **verdict})
         if not as_json:
             print_line(line)
     if as_json:
@@ -213,14 +204,10 @@ def _retention(folder: "CheckpointFolder", newest: int | None) -> "RetentionPoli
     from nsa_train.checkpoint.folder import RetentionPolicy
     from nsa_train.checkpoint.run_state import RunRecord
 
-    try:
-        return (
-            RetentionPolicy.from_settings(RunRecord.read(folder.step_path(newest)).config)
-            if newest
-            else RetentionPolicy()
-        )
-    except (CheckpointError, AttributeError, TypeError, ValueError):
-        return RetentionPolicy()
+    if newest:
+        with suppress(CheckpointError, AttributeError, TypeError, ValueError):
+            return RetentionPolicy.from_settings(RunRecord.read(folder.step_path(newest)).config)
+    return RetentionPolicy()
 
 
 def _open(run: Path, key_file: Path | None) -> "CheckpointFolder":

@@ -93,8 +93,13 @@ def check(
             verdicts.append({"file": str(file), "valid": True, "problem": None, "notices": notices})
     if as_json:
         print_json(verdicts)
-    else:
-        _print_verdicts(verdicts)
+    for verdict in () if as_json else verdicts:
+        if not verdict["valid"]:
+            print(printable(verdict["problem"], keep_newlines=True))
+            continue
+        print_line(f"{verdict['file']} is valid")
+        for notice in verdict["notices"]:
+            print_line(f"  - notice: {notice}")
     if not all(verdict["valid"] for verdict in verdicts):
         raise typer.Exit(ConfigError.exit_code)
 
@@ -110,16 +115,6 @@ def resolve(arguments: list[str]) -> "RunConfig":
             f"expected one config file, got {len(files)} ({', '.join(files)}). Write settings to override as key=value."
         )
     return load(files[0] if files else None, environ=env.snapshot(), overrides=overrides)
-
-
-def _print_verdicts(verdicts: list[dict[str, Any]]) -> None:
-    for verdict in verdicts:
-        if not verdict["valid"]:
-            print(printable(verdict["problem"], keep_newlines=True))
-            continue
-        print_line(f"{verdict['file']} is valid")
-        for notice in verdict["notices"]:
-            print_line(f"  - notice: {notice}")
 
 
 def _print_table(config: "RunConfig", keys: list[str]) -> None:

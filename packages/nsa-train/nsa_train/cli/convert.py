@@ -102,48 +102,29 @@ def convert(
         raise ConfigError("--to-dense takes no options of a conversion: what was converted says how. Leave them out.")
     if like is not None and not to_dense:
         raise ConfigError("--like is only for --to-dense. Add it, or leave --like out.")
-    if to_dense:
-        _to_dense(source, out, like, overwrite, as_json)
-    else:
-        _to_sparse(source, out, values, overwrite, as_json)
-
-
-def _to_sparse(source: Path, out: Path, values: dict[str, Any], overwrite: bool, as_json: bool) -> None:
     with ProgressLine(f"reading {source}") as progress:
         from nsa_train.convert.dense.conversion_plan import ConversionOptions
-        from nsa_train.convert.dense.convert_folder import convert_folder
+        from nsa_train.convert.dense.convert_folder import convert_folder, export_dense
         from nsa_train.infer.generate import silence_transformers
 
         silence_transformers()
+        doing = f"{'comparing' if to_dense else f'reading {source}:'} tensor"
 
         def on_tensor(done: int, total: int) -> None:
-            progress.update(f"reading {source}: tensor {done} of {total}" if done < total else f"writing {out}")
+            progress.update(f"{doing} {done} of {total}" if done < total else f"writing {out}")
 
-        options = ConversionOptions(**values) if values else None
-        converted = convert_folder(source, out, options, overwrite=overwrite, on_tensor=on_tensor)
+        if to_dense:
+            exported = export_dense(source, out, like=like, overwrite=overwrite, on_tensor=on_tensor)
+            record, lines = asdict(exported), _dense_lines(exported, out)
+        else:
+            options = ConversionOptions(**values) if values else None
+            converted = convert_folder(source, out, options, overwrite=overwrite, on_tensor=on_tensor)
+            record, lines = _as_json(converted), _conversion_lines(converted, out)
     if as_json:
-        print_json(_as_json(converted))
-    else:
-        for line in _conversion_lines(converted, out):
-            print_line(line)
-
-
-def _to_dense(source: Path, out: Path, like: Path | None, overwrite: bool, as_json: bool) -> None:
-    with ProgressLine(f"reading {source}") as progress:
-        from nsa_train.convert.dense.convert_folder import export_dense
-        from nsa_train.infer.generate import silence_transformers
-
-        silence_transformers()
-
-        def on_tensor(done: int, total: int) -> None:
-            progress.update(f"comparing tensor {done} of {total}" if done < total else f"writing {out}")
-
-        exported = export_dense(source, out, like=like, overwrite=overwrite, on_tensor=on_tensor)
-    if as_json:
-        print_json(asdict(exported))
-    else:
-        for line in _dense_lines(exported, out):
-            print_line(line)
+        print_json(record)
+        return
+    for line in lines:
+        print_line(line)
 
 
 def _layers(option: str, text: str | None) -> tuple[int, ...]:

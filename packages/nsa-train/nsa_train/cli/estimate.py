@@ -5,14 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from nsa.options import CHECKPOINTING
+from nsa.options import CHECKPOINTING, Checkpointing
 from nsa_train.cli.config import resolve
 from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.outputs import print_json, table_console
 
 if TYPE_CHECKING:
-    from nsa_train.planning.estimate import RunEstimate
+    from nsa_train.planning.estimate import MemoryEstimate, RunEstimate
 
+_AS_THEY_ARE = (
+    "checkpoint_bytes", "kept_checkpoints", "tokens_per_step", "steps", "step_s", "timing", "tokens_per_s", "wall_s",
+    "usd_per_hour", "usd", "backend",
+)  # fmt: skip
+"""Figures that `--json` prints under their own names."""
 ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.seq_len=8192."
 TARGET_HELP = "Hardware as NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
 EFFICIENCY_HELP = "Model FLOPs utilization (MFU), e.g. 0.3 (default: assumed)."
@@ -69,33 +74,16 @@ def as_dict(figures: "RunEstimate") -> dict[str, Any]:
         "flops_per_token": dict(figures.flops_per_token),
         "recomputed_flops_per_token": figures.recomputed_flops_per_token,
         "memory_bytes": {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
+            **memory_bytes(memory, memory.gradient_checkpointing),
             "activations_kept": memory.activations.kept,
             "activations_selective": memory.activations.selective,
             "activations_recomputed": memory.activations.recomputed,
-            "activations": memory.activations.peak(memory.gradient_checkpointing),
             "kernel_workspace": memory.activations.workspace,
             "optimizer_step": memory.optimizer_step,
-            "communication": memory.communication,
-            "reserve": memory.reserve,
-            "total": memory.total,
-            "available": memory.available,
         },
-        "checkpoint_bytes": figures.checkpoint_bytes,
-        "kept_checkpoints": figures.kept_checkpoints,
         "cache_bytes_per_row": figures.cache_bytes,
-        "tokens_per_step": figures.tokens_per_step,
-        "steps": figures.steps,
-        "step_s": figures.step_s,
         "step_s_is_measured": figures.measured,
-        "timing": figures.timing,
-        "tokens_per_s": figures.tokens_per_s,
-        "wall_s": figures.wall_s,
-        "usd_per_hour": figures.usd_per_hour,
-        "usd": figures.usd,
-        "backend": figures.backend,
+        **{name: getattr(figures, name) for name in _AS_THEY_ARE},
         "backends": [
             {
                 "backend": one.backend,
@@ -109,6 +97,12 @@ def as_dict(figures: "RunEstimate") -> dict[str, Any]:
             for one in figures.backends
         ],
     }
+
+
+def memory_bytes(memory: "MemoryEstimate", checkpointing: Checkpointing) -> dict[str, int]:
+    """Memory of a device by its parts, with the activations of this kind of checkpointing."""
+    parts = ("weights", "gradients", "optimizer", "communication", "reserve", "total", "available")
+    return {name: getattr(memory, name) for name in parts} | {"activations": memory.activations.peak(checkpointing)}
 
 
 def summary(figures: "RunEstimate") -> Iterator[tuple[str, str]]:

@@ -108,7 +108,11 @@ def evaluate(
         words = [*context.args, *(["--limit", str(limit)] if limit else [])]
         results = evaluate_with_harness(loaded, lm_eval, words)
     merge_results(path, step=loaded.source.step, model=loaded.source.path.name, results=results)
-    _print(results, path, as_json)
+    if as_json:
+        print_json(results)
+    else:
+        _show(results)
+        print_line(f"wrote {path}")
     _write_picture(results, path, as_json)
 
 
@@ -137,14 +141,6 @@ def _run(
             progress=progress,
             note=lambda text: print_error(f"note: {text}"),
         )
-
-
-def _print(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:
-    if as_json:
-        print_json(results)
-    else:
-        _show(results)
-        print_line(f"wrote {path}")
 
 
 def _write_picture(results: dict[str, dict[str, Any]], path: Path, as_json: bool) -> None:

@@ -46,10 +46,13 @@ def init(
 
     **Examples:** `nsa init my-run --text`, and for a long run `nsa init big --config base_125m_8k`
     """
-    from nsa_train.config.starter_config import CONFIG_FILE, FIRST_CONFIG, TEXT_FOLDER, make_starter
+    from nsa_train.config.starter_config import CONFIG_FILE, FIRST_CONFIG, TEXT_FOLDER, make_starter, shipped_configs
 
     if list_configs:
-        _print_configs()
+        for each in shipped_configs():
+            print_line(each.name)
+            print_line(f"  {each.purpose}")
+            print_line(f"  hardware: {each.hardware}")
         return
     if folder is None:
         raise ConfigError("no folder was given. Name one, e.g. `nsa init my-run`; `--list` prints the shipped configs.")
@@ -83,15 +86,6 @@ def _write_starter(folder: Path, starter: "StarterConfig", *, with_text: bool) -
     for target, source in copies.items():
         shutil.copyfile(source, target)
     create_atomic(folder / CONFIG_FILE, starter.text)
-
-
-def _print_configs() -> None:
-    from nsa_train.config.starter_config import shipped_configs
-
-    for each in shipped_configs():
-        print_line(each.name)
-        print_line(f"  {each.purpose}")
-        print_line(f"  hardware: {each.hardware}")
 
 
 def demo(

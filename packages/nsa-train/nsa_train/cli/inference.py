@@ -13,7 +13,7 @@ from nsa.errors import ConfigError
 from nsa.files import open_regular
 from nsa_train.cli.early_checks import SERVER_PACKAGES, require_chat_template, require_packages
 from nsa_train.cli.model_options import DEVICE, DTYPE, KEY, MODEL, PRETRAINED, TOKENIZER, model_name, open_model
-from nsa_train.cli.outputs import ProgressLine, print_error
+from nsa_train.cli.outputs import ProgressLine, print_error, warn_if_exposed
 from nsa_train.cli.startup import sigterm_as_interrupt
 from nsa_train.terminal_text import printable
 
@@ -325,7 +325,6 @@ def serve(
     -d '{"prompt": "The", "max_tokens": 100, "temperature": 0.8, "stream": true}'`
     """
     from nsa_train.listen_address import free_port
-    from nsa_train.train.launch.node_address import is_loopback
 
     require_packages(*SERVER_PACKAGES)
     free_port(host, port)
@@ -333,12 +332,7 @@ def serve(
         from nsa_train.infer.serve import serve_model
 
     loaded = open_model(model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file)
-    if not is_loopback(host):
-        print_error(
-            f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can use the "
-            f"model, without a password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
-        )
-
+    warn_if_exposed(host, "use the model")
     name = model_name(model)
 
     def print_address(url: str) -> None:

@@ -52,31 +52,15 @@ def launch(
     options = StartOptions(
         resume=resume, resume_from=resume_from, init_from=init_from, clear_halt=clear_halt, allow=tuple(allow)
     )
-    code = launch_ranks(
-        list(arguments or []),
-        options,
-        nproc=nproc,
-        nnodes=nnodes,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        listen=listen,
-        grace_s=grace,
+    wanted: dict[str, Any] = dict(
+        nproc=nproc, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, rdzv_id=rdzv_id, listen=listen
     )
-    raise typer.Exit(code)
+    raise typer.Exit(launch_ranks(list(arguments or []), options, **wanted, grace_s=grace))
 
 
-def launch_ranks(
-    words: list[str],
-    options: StartOptions,
-    *,
-    nproc: int,
-    nnodes: str = "1",
-    rdzv_endpoint: str | None = None,
-    rdzv_id: str = "",
-    listen: str | None = None,
-    grace_s: float = 300.0,
-) -> int:
-    """Check config and preflight rules here, then launch ranks of `nsa train`; returns the exit code."""
+def launch_ranks(words: list[str], options: StartOptions, *, nproc: int, **more: Any) -> int:
+    """Check config and preflight rules here, then launch ranks of `nsa train`; returns the exit code. `more`: fields of
+    `LaunchSettings`."""
     config = resolve(words)  # a wrong config is reported here, before any rank starts
     require_training_packages(config)
 
@@ -90,15 +74,11 @@ def launch_ranks(
         command=[sys.executable, "-m", "nsa_train.cli", "train", *words],
         run_folder=Path(config.train.out_dir),
         nproc=nproc,
-        nnodes=nnodes,
-        rdzv_endpoint=rdzv_endpoint,
-        rdzv_id=rdzv_id,
-        listen=listen,
         start=options.without_clear_halt(),
-        grace_s=grace_s,
+        **more,
     )
     _require_preflight(words, nproc, settings.nodes(), options)
-    if options.clear_halt:
+    if options.clear_halt:  # once: a file that appears later, before a restart included, stops the run
         _clear_halt(settings.run_folder)
     return run(settings, lambda text: print_line(f"launch: {text}"), _show)
 
@@ -144,7 +124,6 @@ def _check(config: "RunConfig", nproc: int, nodes: tuple[int, int], options: Sta
 
 
 def _clear_halt(folder: Path) -> None:
-    """Once, before the first start: a file that appears later, before a restart included, stops the run."""
     from nsa_train.record import halt_file
     from nsa_train.record.run_folder import RunFolder
 

@@ -2,6 +2,7 @@
 
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -103,7 +104,7 @@ class _MonitorScreen:
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Unbuffered keyboard input (cbreak mode) while active: a function that waits and returns whether to quit."""
     if not sys.stdin.isatty():
-        yield _never_pressed
+        yield threading.Event().wait  # for a key that never comes
         return
     import termios
     import tty
@@ -115,11 +116,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
         yield _quit_pressed
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _never_pressed(wait_s: float) -> bool:
-    time.sleep(wait_s)
-    return False
 
 
 def _quit_pressed(wait_s: float) -> bool:

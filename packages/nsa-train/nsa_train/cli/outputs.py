@@ -91,6 +91,17 @@ def print_error(text: object) -> None:
     print(printable(text, keep_newlines=True), file=sys.stderr, flush=True)
 
 
+def warn_if_exposed(host: str, reachable: str) -> None:
+    """Warn on stderr if a server listens on more than loopback; `reachable`: what others can do or read then."""
+    from nsa_train.train.launch.node_address import is_loopback
+
+    if not is_loopback(host):
+        print_error(
+            f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can "
+            f"{reachable}, without a password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
+        )
+
+
 def print_rejected(finding: object) -> None:
     """Report on stderr a checkpoint that was passed over for an older one."""
     print_error(f"WARNING: passed over {finding}")

@@ -7,7 +7,7 @@ import typer
 
 from nsa.options import SELECTING_KINDS
 from nsa_train.cli.config import resolve
-from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, duration, size
+from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, duration, memory_bytes, size
 from nsa_train.cli.outputs import ProgressLine, print_json, table_console
 
 if TYPE_CHECKING:
@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
     from nsa_train.config.schema import RunConfig
     from nsa_train.planning.collective_bytes import StepCounts
+    from nsa_train.planning.estimate import MemoryEstimate
     from nsa_train.planning.hardware import HardwareTarget
     from nsa_train.planning.layout_plan import LayoutFigures, LayoutPlan
 
+_AS_THEY_ARE = ("compute_s", "overlapped_s", "exposed_s", "step_s", "tokens_per_s", "wall_s", "usd")
+"""Figures of a layout that `--json` prints under their own names."""
 _GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
 _MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
 
@@ -175,12 +178,16 @@ def _print_best(console: "Console", config: "RunConfig", plan: "LayoutPlan", cou
 
 def _memory_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     memory, layout = figures.memory, figures.layout
-    yield "weights, gradients, optimizer", size(memory.weights + memory.gradients + memory.optimizer), "rank 0's share"
+    yield "weights, gradients, optimizer", size(_state_bytes(memory)), "rank 0's share"
     yield "activations", size(memory.activations.peak(layout.checkpointing)), f"checkpointing {layout.checkpointing}"
     yield "  of it kernels", size(memory.activations.workspace), "at most; temporary"
     yield "gathered weights and gradients", size(memory.communication), "a block in use and one ahead"
     yield "reserve", size(memory.reserve), "assumed: driver, fragmentation"
     yield "total", size(memory.total), f"of {size(memory.available)}"
+
+
+def _state_bytes(memory: "MemoryEstimate") -> int:
+    return memory.weights + memory.gradients + memory.optimizer
 
 
 def _time_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
@@ -222,28 +229,20 @@ def _print_counts(console: "Console", config: "RunConfig", plan: "LayoutPlan", c
 def _print_left_out(console: "Console", plan: "LayoutPlan") -> None:
     if plan.too_large:
         console.print("\nToo large in every layout", style="bold")
-        rows = [
-            (
-                f"tp {each.layout.tp}, cp {each.layout.cp}",
-                f"at least {size(each.memory.total)}",
-                f"{size(each.memory.activations.peak(each.layout.checkpointing))} activations, "
-                f"{size(each.memory.weights + each.memory.gradients + each.memory.optimizer)} weights and states",
-            )
-            for each in plan.too_large
-        ]
+        rows = []
+        for layout, memory in ((each.layout, each.memory) for each in plan.too_large):
+            activations, states = memory.activations.peak(layout.checkpointing), _state_bytes(memory)
+            parts = f"{size(activations)} activations, {size(states)} weights and states"
+            rows.append((f"tp {layout.tp}, cp {layout.cp}", f"at least {size(memory.total)}", parts))
         _table(console, None, rows)
     if plan.impossible:
         console.print("\nExcluded by a rule", style="bold")
         reasons: dict[str, list[str]] = {}
         for each in plan.impossible:
-            reasons.setdefault(_without_fix(each.reason), []).append(f"tp {each.tp} cp {each.cp}")
+            # Without the rule's fix, which does not apply to one of many layouts.
+            reasons.setdefault(each.reason.partition(": ")[0], []).append(f"tp {each.tp} cp {each.cp}")
         for reason, splits in reasons.items():
             console.print(f"  {', '.join(splits)}: {reason}", soft_wrap=True)
-
-
-def _without_fix(reason: str) -> str:
-    """A rule's reason; its fix does not apply to one of many layouts."""
-    return reason.partition(": ")[0]
 
 
 def _print_branches(console: "Console", config: "RunConfig", plan: "LayoutPlan") -> None:
@@ -300,21 +299,12 @@ def _as_dict(config: "RunConfig", plan: "LayoutPlan", top: int, counts: "StepCou
 
 
 def _layout_dict(figures: "LayoutFigures") -> dict[str, Any]:
-    memory, goodput = figures.memory, figures.goodput
+    goodput = figures.goodput
     return {
         **vars(figures.layout),
         "overrides": figures.layout.overrides(),
         "fits": figures.fits,
-        "memory_bytes": {
-            "weights": memory.weights,
-            "gradients": memory.gradients,
-            "optimizer": memory.optimizer,
-            "activations": memory.activations.peak(figures.layout.checkpointing),
-            "communication": memory.communication,
-            "reserve": memory.reserve,
-            "total": memory.total,
-            "available": memory.available,
-        },
+        "memory_bytes": memory_bytes(figures.memory, figures.layout.checkpointing),
         "collectives": [
             {
                 "purpose": each.use.purpose,
@@ -326,12 +316,6 @@ def _layout_dict(figures: "LayoutFigures") -> dict[str, Any]:
             }
             for each in figures.traffic
         ],
-        "compute_s": figures.compute_s,
-        "overlapped_s": figures.overlapped_s,
-        "exposed_s": figures.exposed_s,
-        "step_s": figures.step_s,
-        "tokens_per_s": figures.tokens_per_s,
+        **{name: getattr(figures, name) for name in _AS_THEY_ARE},
         "goodput": {**vars(goodput), "lost": goodput.lost},
-        "wall_s": figures.wall_s,
-        "usd": figures.usd,
     }

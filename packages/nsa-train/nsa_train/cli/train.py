@@ -89,8 +89,11 @@ def train(
         raise ConfigError(
             f"--ddp 0 requires a single rank and torchrun started {ranks.world}. Omit --ddp, or start without torchrun."
         )
-    if ddp == 1 and not ranks.distributed and (gpus := _gpus()) > 1:
-        raise typer.Exit(launch_ranks(words, options, nproc=gpus))
+    if ddp == 1 and not ranks.distributed:
+        import torch
+
+        if (gpus := torch.cuda.device_count()) > 1:
+            raise typer.Exit(launch_ranks(words, options, nproc=gpus))
     with closing(console_reporter()) as reporter:
         code = run(config, options, reporter, import_exported)
     if ranks.first:
@@ -128,12 +131,6 @@ def _existing(path: Path | None) -> Path | None:
     return path
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def console_reporter() -> "_PlainProgress":
     """A line that is updated in place on a terminal, else a line per record. Close it after the run."""
     from rich.console import Console
@@ -158,7 +155,10 @@ class _PlainProgress:
             self.line(f"{beat.msg} at step {beat.step}: {beat.detail}")
 
     def evaluation(self, result: "EvaluationResult") -> None:
-        self.line(_evaluation(result))
+        self.line(
+            f"step {result.step} · held-out loss {result.val_loss:.4f} {_LOSS_UNIT} over {result.tokens:,} tokens · "
+            f"accuracy {result.val_accuracy:.2%}"
+        )
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -218,13 +218,6 @@ def _with_bar(text: str, share: float, width: int) -> "RenderableType":
     bar = [ProgressBar(total=1.0, completed=share, width=room)] if room >= _SHORTEST_BAR else []
     line.add_row(*bar, Text(text, no_wrap=True, overflow="crop"))
     return line
-
-
-def _evaluation(result: "EvaluationResult") -> str:
-    return (
-        f"step {result.step} · held-out loss {result.val_loss:.4f} {_LOSS_UNIT} over {result.tokens:,} tokens · "
-        f"accuracy {result.val_accuracy:.2%}"
-    )
 
 
 def _progress(beat: "HeartbeatRecord", steps: int, left_s: float | None, width: int | None = None) -> str:

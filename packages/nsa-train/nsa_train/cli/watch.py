@@ -15,7 +15,7 @@ import typer
 from nsa.errors import ConfigError, ExitCode
 from nsa_train import names
 from nsa_train.cli.early_checks import find_run
-from nsa_train.cli.outputs import print_error, print_line, require_writable_file
+from nsa_train.cli.outputs import print_line, require_writable_file, warn_if_exposed
 from nsa_train.terminal_text import duration, printable
 
 if TYPE_CHECKING:
@@ -164,7 +164,6 @@ def exporter(
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: there are no runs to serve in it. Name run folders.")
 
-    from nsa_train.train.launch.node_address import is_loopback
     from nsa_train.watch.conditions import changed_limits
     from nsa_train.watch.exporter import MetricsExporter
 
@@ -173,12 +172,8 @@ def exporter(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    if not is_loopback(host):
-        print_error(
-            f"WARNING: listening on {host}, not on loopback: whoever reaches this machine on that address can read run "
-            f"names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}, without a "
-            f"password and unencrypted. Use --host 127.0.0.1 and an ssh tunnel, or a firewall."
-        )
+    readable = f"read run names, losses, throughput, memory and software versions of {', '.join(map(str, folders))}"
+    warn_if_exposed(host, readable)
     serving = MetricsExporter(folders, host=host, port=port, file_sd=file_sd, limits=limits)
     print(f"serving http://{serving.address}/metrics", flush=True)
     try:
