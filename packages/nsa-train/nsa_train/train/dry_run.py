@@ -9,7 +9,7 @@ As a program (`nsa.child_process`) it is the child of `nsa_train.train.gather_pr
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,8 @@ def _try_here(
     try:
         step_s, peak = _step(module, share, batch)
     except _FAILURES as error:
-        return DryRun(
-            data, model, DryRunAttempt(problem=_describe(error)), DryRunAttempt(not_tried="there was no step")
-        )
+        no_step = DryRunAttempt(not_tried="there was no step")
+        return DryRun(data, model, DryRunAttempt(problem=_describe(error)), no_step)
     step = DryRunAttempt(seen=f"{step_s:.3g} s a step{peak}{random_tokens}")
     done("step", step)
     log("one checkpoint")
@@ -136,9 +135,8 @@ def _try_data(
             batch = next(prefetcher)
     except _FAILURES as error:
         return DryRunAttempt(problem=_describe(error)), None
-    return DryRunAttempt(seen=f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"), to_engine(
-        batch
-    )
+    seen = f"{wanted}: the first batch came after {time.monotonic() - began:.1f} s"
+    return DryRunAttempt(seen=seen), to_engine(batch)
 
 
 def _random_batch(config: RunConfig, vocab_size: int) -> Tensors:
@@ -187,8 +185,10 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
             if checkpoint.path is None:
                 problem = "; ".join(str(finding) for finding in checkpoint.passed_over)
                 return DryRunAttempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
-            read, size = read_model(open_checkpoint(checkpoint.path, key=key)), _size(checkpoint.path)
-            wrong = [name for name, value in _weights(module) if not torch.equal(read[name], value.cpu())]
+            read = read_model(open_checkpoint(checkpoint.path, key=key))
+            size = sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file())
+            weights = module.model.state_dict().items()
+            wrong = [name for name, value in weights if not torch.equal(read[name], value.detach().cpu())]
     except _FAILURES as error:
         return DryRunAttempt(problem=_describe(error))
     if wrong:
@@ -196,15 +196,6 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
     return DryRunAttempt(
         seen=f"{size / GIB:.2f} GiB written, read back and compared in {time.monotonic() - began:.1f} s"
     )
-
-
-def _weights(module: StepSkippingTrainModule) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in module.model.state_dict().items():
-        yield name, value.detach()
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _try_fake(config: RunConfig, vocab_size: int, world: int) -> tuple[DryRunAttempt, DryRunAttempt]:

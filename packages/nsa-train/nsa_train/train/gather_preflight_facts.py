@@ -256,14 +256,10 @@ def smallest_world(config: RunConfig, nproc: int, nodes: tuple[int, int]) -> Ran
 
 
 def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remote: bool) -> DryRunAttempt:
-    """Not for a resumed run: a failed evaluation is recorded there and must not prevent it from continuing."""
+    """Whether the held-out split gives one batch to evaluate on: the preflight rule `held_out`. Not for a resumed run:
+    a failed evaluation is recorded there and must not prevent it from continuing."""
     if resuming or not config.train.eval_every:
         return DryRunAttempt(not_tried="nothing is evaluated at the start of this run")
-    return _try_held_out(config, vocab_size, fetch_remote=fetch_remote)
-
-
-def _try_held_out(config: RunConfig, vocab_size: int, *, fetch_remote: bool) -> DryRunAttempt:
-    """Whether the held-out split gives one batch to evaluate on: the preflight rule `held_out`."""
     data, wanted = datasets.held_out_rows(config, vocab_size), config.train.batch_size
     if isinstance(data, DirectData) and not data.held_out_fraction:
         return DryRunAttempt(problem="data.held_out is 0 and train.eval_every is not: there is nothing to evaluate on")

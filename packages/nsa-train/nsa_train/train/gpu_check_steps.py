@@ -46,7 +46,8 @@ def _train_50k(sizes: CheckSizes) -> Iterator[CheckResult]:
         beats = list(read_beats(Path(folder) / "run" / names.heartbeat(0))) if not done.returncode else []
         progress = [beat for beat in beats if beat.msg == names.PROGRESS]
         if not progress:
-            yield CheckResult(claim, CheckStatus.FAILS, done.returncode, 0, _last_lines(done.stdout))
+            last_lines = [line for line in done.stdout.splitlines() if line.strip()][-_LAST_LINES:]
+            yield CheckResult(claim, CheckStatus.FAILS, done.returncode, 0, " / ".join(last_lines))
             return
         env = json.loads((Path(folder) / "run" / names.ENV).read_text(encoding="utf-8"))
     yield from _trained(sizes, claim, changes, progress, env)
@@ -70,7 +71,3 @@ def _trained(
     memory = f"{(progress[-1].gpu_mem_reserved or 0) / 1024:.1f} GiB, estimated {modelled.memory.total / 2**30:.1f}"
     yield fact("train_50k: tokens/s", f"{speed:,.0f}, estimated {modelled.tokens_per_s:,.0f}")
     yield fact("train_50k: memory", memory)
-
-
-def _last_lines(output: str) -> str:
-    return " / ".join([line for line in output.splitlines() if line.strip()][-_LAST_LINES:])

@@ -18,7 +18,7 @@ from nsa_train.planning.hardware import hardware_here
 from nsa_train.planning.preflight_rules import RuleStatus, check_rules
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.shipped import CORPUS
-from nsa_train.train.gather_preflight_facts import _try_held_out, gather
+from nsa_train.train.gather_preflight_facts import _held_out, gather
 from tests.nsa_train.train.runs import ROOT, Job, run_all, write_config
 
 RULE = "held_out"
@@ -101,7 +101,7 @@ def test_status_names_it(runs, name):
 def verdict(tmp_path, *changes):
     config = load(write_config(tmp_path), overrides=[f"train.out_dir={tmp_path}/run", *changes])
     facts = gather(config, hardware_here("cpu"), try_it=False)
-    facts = replace(facts, held_out=_try_held_out(config, 257, fetch_remote=False))
+    facts = replace(facts, held_out=_held_out(config, 257, False, fetch_remote=False))
     return next((rule_verdict for rule_verdict in check_rules(facts) if rule_verdict.rule == RULE), None)
 
 

@@ -60,7 +60,11 @@ class EvaluationCallback(Callback):
         """All ranks synchronize failures before the forward passes, which contain collectives, and after them."""
         began = time.perf_counter()
         self._last_step = self.step
-        problem = self._read_once()
+        problem = None
+        try:
+            self._kept = self._kept or self._read()
+        except _FAILURES as error:
+            problem = _describe(error)
         (failed,) = self.collectives.any([problem is not None])
         mine = [0.0, 0.0, 0.0]
         if not failed:
@@ -86,14 +90,6 @@ class EvaluationCallback(Callback):
             self.stay_alive()
         nats, tokens, hits = totals.tolist()
         return [nats, tokens, hits]
-
-    def _read_once(self) -> str | None:
-        """Fill `_kept`, completely or not at all; return why it could not be filled, or None."""
-        try:
-            self._kept = self._kept or self._read()
-        except _FAILURES as error:
-            return _describe(error)
-        return None
 
     def _read(self) -> list[Batch]:
         """Batches are kept in memory: finding a held-out split of 0.1 % means reading a thousand times as much."""

@@ -77,7 +77,8 @@ def build_train_module(
 ) -> StepSkippingTrainModule:
     """The engine's train module around an NSA model; weights are the same for every number of ranks, or fake."""
     require_rules(broken_parallel_rules(config, ranks.world, ranks.local_world))
-    _check_precision(config)
+    if problem := why_no_fp16(config.runtime.precision):
+        raise ConfigError(f"precision_fp16: {problem}. {NOT_FP16}")
     train, bf16 = config.train, config.runtime.precision == "bf16"
     checkpointing = config.runtime.gradient_checkpointing
     sharded = ranks.distributed and config.parallel.data != "ddp"
@@ -136,11 +137,6 @@ def build_trainer(
         # The engine's check may stop ranks at different steps; `StopRequestCallback` does not.
         cancel_check_interval=_NEVER,
     )
-
-
-def _check_precision(config: RunConfig) -> None:
-    if problem := why_no_fp16(config.runtime.precision):
-        raise ConfigError(f"precision_fp16: {problem}. {NOT_FP16}")
 
 
 def _not_decayed(model: Transformer) -> list[str]:

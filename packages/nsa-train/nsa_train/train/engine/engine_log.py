@@ -9,16 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ENGINE = "olmo_core"
-_TRANSFORMER_ENGINE_LOG = f"{_ENGINE}.nn.attention.te_attn_api"
-_TRAINER_LOG = f"{_ENGINE}.train.trainer"
-_REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 _ANNOUNCING_LOGS = (f"{_ENGINE}.utils", f"{_ENGINE}.distributed.utils", f"{_ENGINE}.train")
 """Loggers of the engine that announce environment variables, ranks and time limits."""
-
-
-def _about_an_installed_package(record: logging.LogRecord) -> bool:
-    """Transformer Engine is optional and unused here. One that is installed and does not load is worth a warning."""
-    return "No module named 'transformer_engine'" not in record.getMessage()
 
 
 def _no_announcement(record: logging.LogRecord) -> bool:
@@ -26,19 +18,17 @@ def _no_announcement(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO and not record.getMessage().startswith("Will skip setting env var")
 
 
-def _not_about_a_norm(record: logging.LogRecord) -> bool:
-    """The gradient norm is reduced over one kind of parallelism after the other: one number, and nothing to change."""
-    return "_NormPartial" not in record.getMessage()
-
-
-def _not_about_a_stop(record: logging.LogRecord) -> bool:
-    """A run that was asked to stop says so itself, with the step and how to continue."""
-    return not record.getMessage().startswith("Run canceled from all ranks.")
-
-
-logging.getLogger(_TRAINER_LOG).addFilter(_not_about_a_stop)
-logging.getLogger(_TRANSFORMER_ENGINE_LOG).addFilter(_about_an_installed_package)
-logging.getLogger(_REDISTRIBUTION_LOG).addFilter(_not_about_a_norm)
+_DROPPED = {
+    # A run that was asked to stop says so itself, with the step and how to continue.
+    f"{_ENGINE}.train.trainer": "Run canceled from all ranks.",
+    # Transformer Engine is optional and unused here. One that is installed and does not load is worth a warning.
+    f"{_ENGINE}.nn.attention.te_attn_api": "No module named 'transformer_engine'",
+    # The gradient norm is reduced over one kind of parallelism after the other: one number, and nothing to change.
+    "torch.distributed.tensor._redistribute": "_NormPartial",
+}
+"""Logger → text of the messages that it does not show."""
+for _name, _text in _DROPPED.items():
+    logging.getLogger(_name).addFilter(lambda record, text=_text: text not in record.getMessage())  # type: ignore[misc]
 
 
 @contextmanager

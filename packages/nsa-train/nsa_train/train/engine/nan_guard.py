@@ -223,13 +223,7 @@ class BadStepCallback(Callback):
         if (unread := self._unread) is None:
             return
         self._unread = None
-        mean_loss, norm = unread.read()
-        verdict = self.policy.decide(unread.step, mean_loss, norm)
-        if verdict.action == StepAction.STEP:
-            return
-        self._log_skip(verdict, mean_loss, norm, unread.step)
-        if verdict.action == StepAction.ROLL_BACK:
-            raise _RollBack(verdict.reason)
+        self._decide(unread.step, *unread.read())
 
     def post_train_batch(self) -> None:
         """Before the heartbeat of a log step, and before the last save, which comes after the training loop."""
@@ -242,11 +236,17 @@ class BadStepCallback(Callback):
         if self.deferred:
             return self._decide_on_device(loss, grad_norm)
         numbers = torch.stack([loss.detach().double(), grad_norm.detach().double()]).tolist()
-        mean_loss, norm = self.collectives.means(numbers)
-        verdict = self.policy.decide(self.step, mean_loss, norm)
+        return self._decide(self.step, *self.collectives.means(numbers))
+
+    def _decide(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether to skip the step, which is logged then; may raise `_RollBack`."""
+        verdict = self.policy.decide(step, loss, grad_norm)
         if verdict.action == StepAction.STEP:
             return False
-        self._log_skip(verdict, mean_loss, norm, self.step)
+        numbers = dict(loss=loss, grad_norm=grad_norm)
+        self.heartbeat.beat_at(step, names.SKIPPED, detail=verdict.reason, **numbers, **self.policy.state.counts())
+        if self.event_log is not None:
+            self.event_log.add_at(step, EventKind.SKIPPED_STEP, reason=verdict.reason, **numbers)
         if verdict.action == StepAction.ROLL_BACK:
             raise _RollBack(verdict.reason)
         return True
@@ -289,12 +289,6 @@ class BadStepCallback(Callback):
         if record is None:
             return
         self.policy.state = BadStepState.restored(record.spike_window, record.skipped_batches)
-
-    def _log_skip(self, verdict: _StepVerdict, loss: float, grad_norm: float, step: int) -> None:
-        numbers = dict(loss=loss, grad_norm=grad_norm)
-        self.heartbeat.beat_at(step, names.SKIPPED, detail=verdict.reason, **numbers, **self.policy.state.counts())
-        if self.event_log is not None:
-            self.event_log.add_at(step, EventKind.SKIPPED_STEP, reason=verdict.reason, **numbers)
 
     def _log_rollback(self, failed_at: int, reason: str, path: Path, batches: list[int]) -> None:
         first, last = batches[0], batches[1] - 1

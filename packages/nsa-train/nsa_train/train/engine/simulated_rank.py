@@ -298,36 +298,20 @@ def _branch_flops(seq_len: int, q: Tensor, v_width: int, branch: str, sizes: lis
     return 2 * reads * (q.numel() + q.numel() // q.shape[-1] * v_width)
 
 
-def _attend_flops(seq_len: int, q: Tensor, k: Tensor, v: Tensor, idx: Any, pos: Any, start: Any, *rest: Any) -> float:
-    branch, sizes = rest[:2]
-    return _branch_flops(seq_len, q, v.shape[-1], branch, sizes)
-
-
-def _attend_backward_flops(seq_len: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> float:
-    branch, sizes = rest[6:8]
-    return 2 * _branch_flops(seq_len, q, v.shape[-1], branch, sizes)
-
-
-def _select_flops(seq_len: int, q: Tensor, k: Tensor, pos: Any, first: Any, sizes: list[int], *rest: Any) -> float:
-    return _branch_flops(seq_len, q, 0, "compressed", sizes)
-
-
-def _fused_flops(seq_len: int, q: Tensor, k: Tensor, v: Tensor, pos: Any, first: Any, *rest: Any) -> float:
-    both = (_branch_flops(seq_len, q, width, "compressed", rest[0]) for width in (v.shape[-1], 0))
-    return sum(both)
-
-
-def _loss_flops(seq_len: int, x: Tensor, weight: Tensor, labels: Any, mean: bool, need_grad: bool) -> float:
-    return 2.0 * x.numel() * len(weight) * (3 if need_grad else 1)
-
-
 _OWN_FLOPS: dict[str, Callable[..., float]] = {
-    "nsa::attend": _attend_flops,
-    "nsa::attend_backward": _attend_backward_flops,
-    "nsa::select": _select_flops,
-    "nsa::compressed_and_select": _fused_flops,
-    "nsa::linear_cross_entropy": _loss_flops,
+    "nsa::attend": lambda n, q, k, v, idx, pos, start, branch, sizes, *_: _branch_flops(
+        n, q, v.shape[-1], branch, sizes
+    ),
+    "nsa::attend_backward": lambda n, dout, q, k, v, *rest: 2 * _branch_flops(n, q, v.shape[-1], *rest[6:8]),
+    "nsa::select": lambda n, q, k, pos, first, sizes, *_: _branch_flops(n, q, 0, "compressed", sizes),
+    "nsa::compressed_and_select": lambda n, q, k, v, pos, first, sizes, *_: sum(
+        _branch_flops(n, q, width, "compressed", sizes) for width in (v.shape[-1], 0)
+    ),
+    "nsa::linear_cross_entropy": lambda n, x, weight, labels, mean, need_grad: (
+        2.0 * x.numel() * len(weight) * (3 if need_grad else 1)
+    ),
 }
+"""FLOPs of our operators, of the length of the rows and the arguments."""
 
 
 def _answer(send: Callable[..., None], config: dict[str, Any], **options: Any) -> None:

@@ -99,11 +99,13 @@ def _run_agent(spec: AgentSpec) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if spec.nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    one_node, secret = (
-        spec.secret_file is None,
-        None if spec.secret_file is None else read_secret(Path(spec.secret_file)),
-    )
-    _choose_interface(spec, one_node)
+    one_node = spec.secret_file is None
+    secret = None if spec.secret_file is None else read_secret(Path(spec.secret_file))
+    # The process groups of the ranks use the network interface of the agent.
+    if one_node:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
+    elif name := interface_of(spec.listen):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -156,14 +158,6 @@ def _run_rank(logs: Path, agent_pid: int, program: list[str]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.execvp(program[0], program)
-
-
-def _choose_interface(spec: AgentSpec, one_node: bool) -> None:
-    """Make the process groups of the ranks use the network interface of the agent."""
-    if one_node:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback_interface()
-    elif name := interface_of(spec.listen):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _end_ranks(spec: AgentSpec, reason: str) -> None:

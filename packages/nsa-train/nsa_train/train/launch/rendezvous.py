@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 
@@ -83,16 +84,14 @@ def _serve_store(address: str, port: int = 0) -> TCPStore:
 class _OneNode(RendezvousHandler):
     """A static rendezvous: this agent is the only one."""
 
+    use_agent_store = True
+
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
         return ONE_NODE
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._store = _serve_store(LOOPBACK)
@@ -122,6 +121,8 @@ class _SeveralNodes(RendezvousHandler):
     node for the ranks' store, but do not serve it themselves.
     """
 
+    use_agent_store = True
+
     def __init__(
         self,
         params: RendezvousParameters,
@@ -144,10 +145,6 @@ class _SeveralNodes(RendezvousHandler):
 
     def get_backend(self) -> str:
         return SEVERAL_NODES
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
@@ -260,23 +257,20 @@ def _connect_store(host: str, port: int, limit_s: float) -> TCPStore:
     TCPStore applies its own timeout to the connection only: it would wait forever for an answer of another program that
     has the port.
     """
-    result: list[TCPStore | RuntimeError] = []
+    answer: Future[TCPStore] = Future()
 
     def connect() -> None:
         try:
-            result.append(TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
+            answer.set_result(TCPStore(host, port, is_master=False, timeout=_TIMEOUT))
         except RuntimeError as error:
-            result.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not result:
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError:
         raise RendezvousConnectionError(
             f"what listens at {host}:{port} did not answer as a rendezvous in {limit_s:.0f} s: another program seems "
             f"to have the port. Find it on that node with `ss -ltnp 'sport = :{port}'` and stop it, or give all nodes "
             f"another port with --rdzv-endpoint"
-        )
-    if isinstance(result[0], RuntimeError):
-        raise result[0]
-    return result[0]
+        ) from None
