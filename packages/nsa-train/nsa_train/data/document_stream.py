@@ -9,7 +9,7 @@ changing the sequence.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -95,7 +95,7 @@ class DocumentStream:
         self._last_corrupt: CorruptUnit | None = None
         self._next = StreamPosition(epoch=0, unit=0, row=0, documents=0, tokens=0)
         self._iterator: Iterator[TokenDoc] | None = None
-        self._unit_order = lru_cache(maxsize=2)(self._compute_unit_order)
+        self._unit_order = lru_cache(maxsize=2)(partial(seeded_permutation, len(source), seed, _UNIT_ORDER))
         self._exchange = UnitExchange(exchange, self._tokenize_unit) if exchange is not None else None
 
     def close(self) -> None:
@@ -189,9 +189,6 @@ class DocumentStream:
             position.tokens,
         )
         return replace(position, epoch=position.epoch + 1, unit=0, row=0)
-
-    def _compute_unit_order(self, epoch: int) -> np.ndarray:
-        return seeded_permutation(len(self._source), self._seed, _UNIT_ORDER, epoch)
 
     def _unit_documents(self, index: int, position: StreamPosition) -> Iterator[TokenDoc]:
         """The documents of one unit from `position.row` on, in the unit's shuffled order."""

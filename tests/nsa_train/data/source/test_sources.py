@@ -137,7 +137,7 @@ def test_a_file_replaced_under_a_running_stream_is_noticed(tmp_path):
     path = tmp_path / "p.parquet"
     write_parquet(path, make_records(40, seed=1), rows=20)
     source = open_source(str(path))
-    source._drop_footer(0)  # as if many other files had been read since
+    source._footers.clear()  # as if many other files had been read since
     write_parquet(path, make_records(40, seed=2), rows=20)
     with pytest.raises(CorruptUnit):
         source.read(0)

@@ -19,11 +19,10 @@ from nsa.errors import ConfigError, DataError
 from nsa.files import file_lock, storage_errors
 from nsa_train.data.prepare.plan import WORK, PreparePlan, is_finished, make_plan, record_plan
 from nsa_train.data.prepare.task import (
+    DEDUP_DONE,
     CountCallback,
     done_tasks,
     hash_task,
-    hashed_tasks,
-    is_deduplicated,
     read_record,
     run_task,
     write_masks,
@@ -77,8 +76,8 @@ def prepare(
         with _single_writer(out):
             record_plan(plan, out)
             out.delete_tree(f"{WORK}/tmp")
-            if plan.dedup and not is_deduplicated(out):
-                _run_tasks(hash_task, "compare documents", plan, out, workers, hashed_tasks(out), on_progress)
+            if plan.dedup and not out.exists(DEDUP_DONE):
+                _run_tasks(hash_task, "compare documents", plan, out, workers, done_tasks(out, "hashes"), on_progress)
                 write_masks(plan, out)
             _run_tasks(run_task, "tokenize", plan, out, workers, done_tasks(out), on_progress)
             return write_manifest(plan, out)

@@ -32,7 +32,8 @@ from nsa_train.storage import StorageFolder
 _BATCH_DOCUMENTS = 128
 _BATCH_CHARACTERS = 4 * 2**20
 _HASH_BYTES = 16
-_DEDUP_DONE = f"{WORK}/dedup.json"
+DEDUP_DONE = f"{WORK}/dedup.json"
+"""File that exists when the masks of all tasks are there."""
 CountCallback = Callable[[int, int], None]
 """Called with the number of tokens written and of units read since the last call."""
 
@@ -109,13 +110,12 @@ def _kind(name: str) -> FileKind:
     return file_kind(name) or "parquet"  # a URL may end in anything; all of them are parquet
 
 
-def done_tasks(out: StorageFolder) -> set[int]:
-    """Ranks of finished tasks, from one listing: a request per task would take hours on an object store."""
-    return _ranks(out, f"{WORK}/tasks", ".json")
+def done_tasks(out: StorageFolder, kind: str = "tasks") -> set[int]:
+    """Ranks of finished tasks, from one listing: a request per task would take hours on an object store.
 
-
-def _ranks(out: StorageFolder, folder: str, suffix: str) -> set[int]:
-    return {int(Path(name).stem) for name, _ in out.files((suffix,), folder)}
+    kind: `tasks`, or `hashes` for those whose hashes are stored.
+    """
+    return {int(Path(name).stem) for name, _ in out.files((".json", ".bin"), f"{WORK}/{kind}")}
 
 
 def _record_name(rank: int) -> str:
@@ -130,12 +130,16 @@ def run_task(
         return
     tokenizer = _cached_tokenizer(plan.tokenizer, plan.eos_token)
     check_same(plan.vocab_size, plan.fingerprint, tokenizer)
-    reader = _TaskReader(plan, plan.tasks()[rank], on_count)
+    reader, keep = _TaskReader(plan, plan.tasks()[rank], on_count), None
+    if plan.dedup:
+        raw = out.read_bytes(_mask_name(rank))
+        bits = np.unpackbits(np.frombuffer(raw[8:], dtype=np.uint8), count=int.from_bytes(raw[:8], "little"))
+        keep = bits.astype(bool)
     # A rename needs the same file system as its target; an upload does not.
     scratch = out.local_path(f"{WORK}/tmp") if out.is_local else Path(tempfile.mkdtemp(prefix="nsa-shards-"))
     writers = {split: _SplitWriter(f"{split}/{rank:06d}", plan, out, scratch) for split in SPLITS}
     try:
-        for batch in _batches(reader.documents(_read_mask(out, rank) if plan.dedup else None)):
+        for batch in _batches(reader.documents(keep)):
             tokens = tokenizer.encode_batch([document.text for _, document in batch])
             for (kind, document), ids in zip(batch, tokens, strict=True):
                 split = VALIDATION if is_held_out(document.id, plan.held_out_fraction) else TRAIN
@@ -221,16 +225,6 @@ def _batches(documents: Iterable[tuple[FileKind, Document]]) -> Iterator[list[tu
         yield batch
 
 
-def is_deduplicated(out: StorageFolder) -> bool:
-    """Whether the masks of all tasks are there."""
-    return out.exists(_DEDUP_DONE)
-
-
-def hashed_tasks(out: StorageFolder) -> set[int]:
-    """Ranks of the tasks whose hashes are stored."""
-    return _ranks(out, f"{WORK}/hashes", ".bin")
-
-
 def hash_task(
     plan: PreparePlan, out: StorageFolder, rank: int, on_count: CountCallback = lambda tokens, units: None
 ) -> None:
@@ -255,7 +249,7 @@ def write_masks(plan: PreparePlan, out: StorageFolder) -> None:
         mask = keep[end - counts[rank] : end]
         out.write_bytes(_mask_name(rank), len(mask).to_bytes(8, "little") + np.packbits(mask).tobytes())
     duplicates = int(len(keep) - keep.sum())
-    out.write_bytes(_DEDUP_DONE, json.dumps({"documents": len(keep), "duplicates": duplicates}).encode())
+    out.write_bytes(DEDUP_DONE, json.dumps({"documents": len(keep), "duplicates": duplicates}).encode())
 
 
 def _first_occurrences(hashes: bytes) -> np.ndarray:
@@ -266,11 +260,6 @@ def _first_occurrences(hashes: bytes) -> np.ndarray:
     ordered = words[order]
     keep[order[1:][(ordered[1:] == ordered[:-1]).all(axis=1)]] = False
     return keep
-
-
-def _read_mask(out: StorageFolder, rank: int) -> np.ndarray:
-    raw = out.read_bytes(_mask_name(rank))
-    return np.unpackbits(np.frombuffer(raw[8:], dtype=np.uint8), count=int.from_bytes(raw[:8], "little")).astype(bool)
 
 
 def _hashes_name(rank: int) -> str:

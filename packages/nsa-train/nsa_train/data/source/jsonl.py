@@ -11,6 +11,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import BinaryIO
 
 from nsa.errors import DataError
@@ -51,7 +52,10 @@ class JsonlSource:
         self._columns = columns or DocumentColumns()
         self._block_bytes = block_bytes
         self._sizes = [file.size() for file in self._files]
-        self._units = UnitOffsets(self._blocks(file, size) for file, size in zip(self._files, self._sizes, strict=True))
+        self._units = UnitOffsets(
+            -(-size // block_bytes) if _is_plain(file) else min(size, 1)
+            for file, size in zip(self._files, self._sizes, strict=True)
+        )
         digest = hashlib.sha256(f"{self._columns.identity} {block_bytes}".encode())
         for file in self._files:
             digest.update(file.signature())
@@ -62,7 +66,10 @@ class JsonlSource:
 
     def unit(self, index: int) -> SourceUnit:
         file, block = self._units.locate(index)
-        return SourceUnit(index, self._files[file].where, self._part(file, block))
+        part, first = "whole file", block * self._block_bytes
+        if _is_plain(self._files[file]):
+            part = f"bytes {first}-{min(first + self._block_bytes, self._sizes[file]) - 1}"
+        return SourceUnit(index, self._files[file].where, part)
 
     def read(self, index: int) -> list[Document]:
         file, block = self._units.locate(index)
@@ -98,16 +105,6 @@ class JsonlSource:
             self._report.skip(BAD_LINES, f"{self._files[file].name}, {problem}")
         return documents
 
-    def _blocks(self, file: LocalFile, size: int) -> int:
-        if size == 0:
-            return 0
-        return -(-size // self._block_bytes) if _is_plain(file) else 1
-
-    def _part(self, file: int, block: int) -> str:
-        if not _is_plain(self._files[file]):
-            return "whole file"
-        return f"bytes {block * self._block_bytes}-{min((block + 1) * self._block_bytes, self._sizes[file]) - 1}"
-
     def _lines(self, raw: BinaryIO, file: int, block: int) -> Iterator[bytes]:
         if _is_plain(self._files[file]):
             start = block * self._block_bytes
@@ -118,7 +115,10 @@ class JsonlSource:
             while raw.tell() < start + self._block_bytes and (line := self._line(raw)):
                 yield line
             return
-        pieces = _gzip_pieces(raw) if self._files[file].name.lower().endswith(".gz") else _zstd_pieces(raw)
+        if self._files[file].name.lower().endswith(".gz"):
+            pieces = iter(partial(gzip.GzipFile(fileobj=raw).read, _READ_BYTES), b"")
+        else:
+            pieces = _zstd_pieces(raw)
         unpacked = 0
         waiting: list[bytes] = []
         for piece in pieces:
@@ -162,12 +162,6 @@ class JsonlSource:
 
 def _is_plain(file: LocalFile) -> bool:
     return file.name.lower().endswith(".jsonl")
-
-
-def _gzip_pieces(raw: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=raw) as unpacked:
-        while piece := unpacked.read(_READ_BYTES):
-            yield piece
 
 
 def _zstd_pieces(raw: BinaryIO) -> Iterator[bytes]:

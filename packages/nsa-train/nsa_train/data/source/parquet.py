@@ -72,14 +72,6 @@ def _load_listing(path: Path, files: int) -> list[_ListedFile] | None:
     return listed if sound else None
 
 
-def _save_listing(path: Path, listed: Sequence[_ListedFile]) -> None:
-    fix = "Set data.cache_dir to a writable folder, or leave it out."
-    with storage_errors(f"listing cache {path} cannot be written", fix=fix):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"sha256": _digest(listed), "files": [asdict(file) for file in listed]})
-        write_atomic(path, content, many_writers=True)
-
-
 def _digest(files: Sequence[_ListedFile]) -> str:
     return hashlib.sha256(json.dumps([asdict(file) for file in files]).encode()).hexdigest()
 
@@ -112,7 +104,11 @@ class ParquetSource:
         else:
             path = _listing_path(cache_dir, [file.name for file in self._files], self._columns)
             self._listed = _load_listing(path, len(self._files)) or self._list_files()
-            _save_listing(path, self._listed)
+            fix = "Set data.cache_dir to a writable folder, or leave it out."
+            with storage_errors(f"listing cache {path} cannot be written", fix=fix):
+                cache_dir.mkdir(parents=True, exist_ok=True)
+                content = {"sha256": _digest(self._listed), "files": [asdict(file) for file in self._listed]}
+                write_atomic(path, json.dumps(content), many_writers=True)
         self._units = UnitOffsets(listed.row_groups for listed in self._listed)
         digest = hashlib.sha256(self._columns.identity.encode())
         for file, listed in zip(self._files, self._listed, strict=True):
@@ -134,7 +130,8 @@ class ParquetSource:
                 return self._read_once(index, deadline)
             except CorruptUnit:
                 # Retry once from the start: without TLS, bytes can be damaged in transit and not at rest.
-                self._drop_footer(self._units.locate(index)[0])
+                dropped_bytes, _ = self._footers.pop(self._units.locate(index)[0], (0, None))
+                self._cached_bytes -= dropped_bytes
                 return self._read_once(index, deadline)
         except CorruptUnit as error:
             raise CorruptUnit(f"{unit} is corrupt: {error}") from error
@@ -210,10 +207,6 @@ class ParquetSource:
         while self._cached_bytes > _FOOTER_CACHE_BYTES and len(self._footers) > 1:
             _, (dropped_bytes, _) = self._footers.popitem(last=False)
             self._cached_bytes -= dropped_bytes
-
-    def _drop_footer(self, file: int) -> None:
-        if file in self._footers:
-            self._cached_bytes -= self._footers.pop(file)[0]
 
 
 def _footer_length(tail: bytes) -> int:

@@ -93,7 +93,13 @@ def _open(
     if remote or is_hub_id:
         client = HttpClient(retry_policy)
         if is_hub_id:
-            files = _list_hub(specs[0], client, retry_policy, hub_endpoint)
+            try:
+                files = list_hub(specs[0], client, retry_policy, endpoint=hub_endpoint)
+            except ServerUnreachable as error:
+                raise type(error)(
+                    f"there is no file or folder {specs[0]!r} here, and as a dataset id the hub does not list it "
+                    f"({error}). Check the path, or the id and the network."
+                ) from error
         elif len(remote) == len(specs):
             # The name is the path alone: another port or mirror of the same files has the same fingerprint.
             files = [HttpFile(urlsplit(url).path, url, client) for url in sorted(specs)]
@@ -104,7 +110,8 @@ def _open(
         return ParquetSource(files, retry_policy, columns=columns, cache_dir=listing_cache)
     listings = [list_local(one) for one in specs]
     for one, listing in zip(specs, listings, strict=True):
-        _log_left_out(one, listing)
+        for reason, entry in listing.left_out.skipped.items():
+            _log.info("%s: %d left out, %s (e.g. %r)", one, entry.count, reason, entry.first[0])
         if report is not None:
             report.add(listing.left_out)
     local = sorted((file for listing in listings for file in listing.files), key=lambda file: file.name)
@@ -113,17 +120,6 @@ def _open(
             local, retry_policy=retry_policy, columns=columns, fallback_encoding=fallback_encoding, report=report
         )
     )
-
-
-def _list_hub(spec: str, client: HttpClient, retry_policy: RetryPolicy, endpoint: str | None) -> list[HttpFile]:
-    """The files of a dataset on the hub. If there is none, the error also says that it is no local path."""
-    try:
-        return list_hub(spec, client, retry_policy, endpoint=endpoint)
-    except ServerUnreachable as error:
-        raise type(error)(
-            f"there is no file or folder {spec!r} here, and as a dataset id the hub does not list it ({error}). Check "
-            f"the path, or the id and the network."
-        ) from error
 
 
 def is_local(spec: str) -> bool:
@@ -178,11 +174,6 @@ def read_counted(source: DocumentSource, index: int, report: ReadReport, text_fi
     return [document for document in documents if document.text]
 
 
-def _log_left_out(spec: str, listing: _LocalListing) -> None:
-    for reason, entry in listing.left_out.skipped.items():
-        _log.info("%s: %d left out, %s (e.g. %r)", spec, entry.count, reason, entry.first[0])
-
-
 def _refuse_duplicates(names: list[str]) -> None:
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ConfigError(
@@ -222,7 +213,11 @@ def list_local(spec: str, *, exclude: Path | None = None) -> _LocalListing:
         paths = list(_walk(path, exclude.resolve() if exclude is not None else None, left_out))
     else:
         paths = [path] if path.is_file() else [Path(p) for p in glob.glob(spec, recursive=True)]
-        _refuse_other_endings(spec, paths)
+        if other := [str(path) for path in paths if file_kind(path.name) is None]:
+            raise ConfigError(
+                f"data source {spec!r} matches {other[:3]}: files must end in {', '.join(SUFFIXES)}. Rename the file, "
+                "or choose another pattern."
+            )
     if not paths:
         raise ConfigError(f"data source {spec!r} {_why_nothing(path, left_out)}")
     files = [LocalFile(p.relative_to(root).as_posix(), p) for p in paths]
@@ -281,14 +276,6 @@ def _why_left_out(entry: os.DirEntry[str], path: Path) -> str | None:
         return UNKNOWN_ENDING
     # A parquet or JSONL file that cannot be read is an error: it may be most of the data.
     return UNREADABLE if kind in WHOLE_FILE_KINDS and not os.access(path, os.R_OK) else None
-
-
-def _refuse_other_endings(spec: str, paths: list[Path]) -> None:
-    if other := [str(path) for path in paths if file_kind(path.name) is None]:
-        raise ConfigError(
-            f"data source {spec!r} matches {other[:3]}: files must end in {', '.join(SUFFIXES)}. Rename the file, or "
-            "choose another pattern."
-        )
 
 
 def _why_nothing(path: Path, left_out: ReadReport) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import unescape
 
@@ -50,6 +51,7 @@ _VOID_NAMES = "area base br col embed hr img input link meta source track wbr"
 _VOID = frozenset(_VOID_NAMES.split())
 # Elements of a head; any other one ends it, since its end tag is optional.
 _IN_HEAD = frozenset(["title", "meta", "link", "style", "script", "base", "noscript", "template"])
+# The charset that a page names in a <meta> element near its beginning.
 _CHARSET = re.compile(rb"<meta[^>]{0,256}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
 _CHARSET_BYTES = 4096
 
@@ -108,9 +110,10 @@ class TextFileSource:
         file = self.files[index]
         raw = file.range(0, file.size(), ReadDeadline(RetryPolicy()))
         is_page = file_kind(file.name) == "html"
-        charset = _declared_charset(raw) if is_page else None
+        charset = _CHARSET.search(raw[:_CHARSET_BYTES]) if is_page else None
+        declared = _find_encoding(charset[1].decode("ascii", "replace")) if charset else None
         try:
-            decoded = _decode_text(raw, fallback=self._fallback, declared=_find_encoding(charset) if charset else None)
+            decoded = _decode_text(raw, fallback=self._fallback, declared=declared)
         except _NotText as error:
             raise UnreadableText(f"{self.unit(index)} is not text: {error}", BINARY) from error
         except _UnknownEncoding as error:
@@ -119,13 +122,10 @@ class TextFileSource:
             self._report.decoded(decoded.encoding, file.name)
         text = decoded.text.replace("\r\n", "\n").replace("\r", "\n")
         text = html_text(text) if is_page else text
-        return [self._document(file.name, text if not text.isspace() else "")]
-
-    def _document(self, name: str, text: str) -> Document:
+        text = "" if text.isspace() else text
         storable = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # a page can spell half a surrogate
-        return make_document(
-            None if self._ids_from_text else name.encode("utf-8", "backslashreplace").decode(), storable
-        )
+        id = None if self._ids_from_text else file.name.encode("utf-8", "backslashreplace").decode()
+        return [make_document(id, storable)]
 
 
 class _NotText(ValueError):
@@ -175,15 +175,14 @@ def _decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str 
                 raise _UnknownEncoding(f"it starts like {name} and is not ({error.reason})") from error
     if b"\0" in raw:
         raise _NotText("it has NUL bytes; UTF-16 is read if it starts with a byte order mark")
-    if declared is not None and declared != "utf-8" and (raw.isascii() or not _is_utf8(raw)):
-        try:
+    text = None
+    with suppress(UnicodeDecodeError):
+        text = raw.decode("utf-8")
+    if declared is not None and declared != "utf-8" and (raw.isascii() or text is None):
+        with suppress(UnicodeDecodeError):  # pages name encodings that they do not have
             return _checked(_DecodedText(raw.decode(declared), declared))
-        except UnicodeDecodeError:
-            pass  # pages name encodings that they do not have
-    try:
-        return _checked(_DecodedText(raw.decode("utf-8"), _UTF8))
-    except UnicodeDecodeError:
-        pass
+    if text is not None:
+        return _checked(_DecodedText(text, _UTF8))
     replaced = raw.decode("utf-8", "replace")
     bad = replaced.count("\ufffd")
     if len(replaced) - len(replaced.encode("ascii", "ignore")) >= 5 * bad:  # four good accents for each bad byte
@@ -193,14 +192,6 @@ def _decode_text(raw: bytes, *, fallback: str = DEFAULT_FALLBACK, declared: str 
     except UnicodeDecodeError as error:
         _checked(_DecodedText(raw.decode("latin-1"), "latin-1"))
         raise _UnknownEncoding(f"it is neither UTF-8 nor {fallback} (byte {raw[error.start]:#04x})") from error
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _checked(decoded: _DecodedText) -> _DecodedText:
@@ -316,7 +307,7 @@ class _ParagraphParser:
 
     def _add_text(self, text: str) -> None:
         if text:
-            self._add_data(_unescape(text))
+            self._add_data(unescape(_LONG_NUMBER.sub("\ufffd", text)) if "&" in text else text)
 
     def _add_data(self, data: str) -> None:
         if self._dropped_at is None:
@@ -328,10 +319,6 @@ class _ParagraphParser:
 _SECTIONS = (("<!--", _COMMENT_END), ("<![CDATA[", re.compile(r"\]\s*\]\s*>")))
 
 
-def _unescape(text: str) -> str:
-    return unescape(_LONG_NUMBER.sub("\ufffd", text)) if "&" in text else text
-
-
 def html_text(html: str) -> str:
     """The text of a page, paragraphs separated by an empty line, after its title."""
     parser = _ParagraphParser()
@@ -339,12 +326,6 @@ def html_text(html: str) -> str:
     title = " ".join("".join(parser.title).split())
     body = _tidy("".join(parser.parts))
     return f"{title}\n\n{body}".strip() if title and not body.startswith(title) else body
-
-
-def _declared_charset(raw: bytes) -> str | None:
-    """The charset that a page names in a <meta> element near its beginning."""
-    match = _CHARSET.search(raw[:_CHARSET_BYTES])
-    return match[1].decode("ascii", "replace") if match else None
 
 
 def _tidy(text: str) -> str:
