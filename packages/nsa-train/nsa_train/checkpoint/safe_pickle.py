@@ -46,10 +46,14 @@ class PendingObject:
         self.memo_keys: list[int] = []
 
 
+def _no_storage(pid: object) -> Any:
+    raise PickleRefused("it refers to a persistent object")
+
+
 def read_pickle(
     raw: bytes | bytearray | memoryview,
     names: Mapping[str, Any],
-    load_storage: Callable[[Any], Any] | None = None,
+    load_storage: Callable[[Any], Any] = _no_storage,
 ) -> Any:
     """The value of a pickle; raises PickleRefused for what is not allowed, and for damage.
 
@@ -77,7 +81,7 @@ _SHORT_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _PickleMachine:
-    def __init__(self, raw: bytes, names: Mapping[str, Any], load_storage: Callable[[Any], Any] | None) -> None:
+    def __init__(self, raw: bytes, names: Mapping[str, Any], load_storage: Callable[[Any], Any]) -> None:
         self._raw, self._names, self._load_storage = raw, names, load_storage
         self._stack: list[Any] = []
         self._memo: list[Any] = []
@@ -197,11 +201,6 @@ class _PickleMachine:
             if self._memo[key] is pending:
                 self._memo[key] = value
 
-    def _persistent(self) -> None:
-        if self._load_storage is None:
-            raise PickleRefused("it refers to a persistent object")
-        self._push_new(self._load_storage(self._pop()))
-
 
 _ACTS: dict[str, Callable[[_PickleMachine, Any], object]] = {
     "PROTO": lambda m, _: None,
@@ -220,7 +219,7 @@ _ACTS: dict[str, Callable[[_PickleMachine, Any], object]] = {
     "REDUCE": lambda m, _: m._call(),
     "NEWOBJ": lambda m, _: m._call(),
     "BUILD": lambda m, _: m._build(),
-    "BINPERSID": lambda m, _: m._persistent(),
+    "BINPERSID": lambda m, _: m._push_new(m._load_storage(m._pop())),
 }
 
 
@@ -370,19 +369,11 @@ def whole_numbers(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _size(values: Any) -> torch.Size:
-    return torch.Size(whole_numbers(values))
-
-
 def _dictionary(items: Any = ()) -> dict[str, Any]:
     pairs = [tuple(pair) for pair in items]
     if any(len(pair) != 2 or type(pair[0]) is not str for pair in pairs):
         raise PickleRefused("it has a dictionary whose keys are not text")
     return dict(pairs)
-
-
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any) -> Tensor:
-    return _tensor(storage, offset, size, stride, grad, hooks, dtype=dtype)
 
 
 def _tensor(
@@ -466,14 +457,18 @@ _STORAGES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-DTYPE_NAMES = {f"torch.{name}": dtype for name, dtype in DTYPES.items()} | {"torch.Size": _size}
+DTYPE_NAMES = {f"torch.{name}": dtype for name, dtype in DTYPES.items()} | {
+    "torch.Size": lambda values: torch.Size(whole_numbers(values))
+}
 """Names of a pickle that describes tensors."""
 _TORCH_NAMES = {
     **DTYPE_NAMES,
     **{f"torch.{name}Storage": _StorageType(DTYPES[dtype]) for name, dtype in _STORAGES.items()},
     "torch.storage.UntypedStorage": _StorageType(None),
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_tensor_v3": lambda store, at, size, step, grad, hooks, dtype: _tensor(
+        store, at, size, step, grad, hooks, dtype=dtype
+    ),
     "collections.OrderedDict": _dictionary,
     "_codecs.encode": _encode,
     "numpy.dtype": _array_type,

@@ -139,15 +139,10 @@ def _write_item(file: HashedFile, value: object, item: WriteItem) -> None:
     torch.save(tensor, file)  # type: ignore[arg-type]
 
 
-def _bytes_of(item: WriteItem) -> int:
-    """Size of the piece itself; DCP's `tensor_storage_size` is that of the whole tensor."""
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data is not None else 0
-
-
 def _divide(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
     """Consecutive items of about equal bytes for each file."""
-    sizes = [_bytes_of(item) for item in items]
+    described = (item.tensor_data for item in items)  # of the piece: `tensor_storage_size` is that of the whole tensor
+    sizes = [math.prod(d.chunk.sizes) * d.properties.dtype.itemsize if d is not None else 0 for d in described]
     files = max(1, min(threads, sum(sizes) // _SMALLEST_FILE_BYTES))
     parts: list[list[WriteItem]] = [[] for _ in range(files)]
     for item, file in zip(items, share(sizes, files), strict=True):

@@ -12,7 +12,7 @@ the same fraction of every tensor, then finds what it needs side by side instead
 import math
 import pickle
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -209,13 +209,8 @@ def _overlap(columns: dict[tuple[_Numbers, _Numbers], list[tuple[int, int]]]) ->
         if any(stop > start for (_, stop), (start, _) in pairwise(rows)):
             return True
     boxes = list(columns)
-    return any(_meet(one, other) for number, one in enumerate(boxes) for other in boxes[:number])
-
-
-def _meet(one: tuple[_Numbers, _Numbers], other: tuple[_Numbers, _Numbers]) -> bool:
-    """Whether two boxes of the dimensions after the first share a value."""
-    extents: Iterable[_Numbers] = zip(*one, *other, strict=True)
-    return all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in extents)
+    pairs = (zip(*one, *other, strict=True) for number, one in enumerate(boxes) for other in boxes[:number])
+    return any(all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in extents) for extents in pairs)
 
 
 # The planner.

@@ -150,7 +150,8 @@ def _build(entries: Iterable[_Entry], sizes: Mapping[str, int]) -> Metadata:
             _require_place(file, start, length, sizes, used)
             if offsets in chunks:  # its bytes are there once
                 raise PickleRefused(f"it has a piece of {name!r:.80} more than once")
-            if not len(offsets) == len(piece) == len(size) or any(map(_beyond, offsets, piece, size)):
+            inside = all(begin + n <= whole for begin, n, whole in zip(offsets, piece, size, strict=False))
+            if not len(offsets) == len(piece) == len(size) or not inside:
                 raise PickleRefused(f"a piece of {name!r:.80} is outside of its tensor")
             if entry.dtype is not None and math.prod(piece) * entry.dtype.itemsize > length:
                 raise PickleRefused(f"a piece of {name!r:.80} is larger than its location")
@@ -176,10 +177,6 @@ def _require_place(file: Any, start: int, length: int, sizes: Mapping[str, int],
         raise PickleRefused(f"it points beyond the end of {file}")
     if used[file] > sizes[file]:
         raise PickleRefused(f"it reads the same bytes of {file} more than once")
-
-
-def _beyond(start: int, length: int, whole: int) -> bool:
-    return start + length > whole
 
 
 def _entries_of_json(raw: bytes | bytearray) -> Iterator[_Entry]:
@@ -242,10 +239,6 @@ def _place(path: Any, offset: Any, length: Any, transforms: Any) -> tuple[Any, .
     return path, offset, length
 
 
-def _dtype(state: Any) -> Any:
-    return state[0]
-
-
 _DCP = "torch.distributed.checkpoint.metadata"
 _STORAGE_META = ("checkpoint_id", "save_id", "load_id", "modules")
 _LOCATION = _fields("relative_path", "offset", "length", optional=("transform_descriptors",), then=_place)
@@ -261,7 +254,7 @@ _PICKLED_NAMES: dict[str, Any] = {
     f"{_DCP}.TensorStorageMetadata": _fields("properties", "size", "chunks"),
     f"{_DCP}.ChunkStorageMetadata": _fields("offsets", "sizes"),
     f"{_DCP}.BytesStorageMetadata": lambda: (None, (), [((), ())]),
-    f"{_DCP}.TensorProperties": lambda: PendingObject(_dtype),
+    f"{_DCP}.TensorProperties": lambda: PendingObject(lambda state: state[0]),
     f"{_DCP}.StorageMeta": _fields(optional=_STORAGE_META),
     f"{_DCP}._MEM_FORMAT_ENCODING": _memory_format,
     "torch.serialization._get_layout": lambda name: None,

@@ -56,12 +56,9 @@ class S3Prefix:
             raise CheckpointError(f"{url} is not a place in an object store. Write s3://BUCKET/PATH.")
         self._address = replace(address, path=path)
         self._bucket, self._root = address.bucket, f"{path}/"
-        self.client = client or self._connect(patient)
-
-    def _connect(self, patient: bool) -> Any:
         with _explained(self):
             try:
-                return boto3_client(self._address, patient=patient)
+                self.client = client or boto3_client(self._address, patient=patient)
             except ValueError as error:  # of an address that is no address
                 raise StoreRefused(f"{self} cannot be used: {error}. Correct AWS_ENDPOINT_URL.") from error
 
@@ -272,7 +269,9 @@ def pull(
             _require_room(manifest, into.path, max_bytes)
             staging = into.begin(step)
             for name, entry in manifest.files.items():
-                _copy(there, name, staging / name, entry.bytes)
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                with (staging / name).open("wb") as out:
+                    out.writelines(there.bounded_chunks(name, entry.bytes))
             (staging / names.COMMIT).write_bytes(commit)
             adopted = into.adopt(step, lambda path: require_trustworthy(path, key=key))
             return ResumableCheckpoint(step, adopted, tuple(passed_over))
@@ -307,13 +306,6 @@ def _require_room(manifest: CheckpointManifest, folder: Path, max_bytes: int | N
         raise CheckpointError(f"it has {manifest.bytes / GIB:.1f} GiB, but {folder} has {free / GIB:.1f} GiB free")
 
 
-def _copy(there: S3Prefix, name: str, file: Path, size: int) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as out:
-        for chunk in there.bounded_chunks(name, size):
-            out.write(chunk)
-
-
 @contextmanager
 def _explained(place: object) -> Iterator[None]:
     """Raise what boto3 raises as `StoreRefused`, or as `CheckpointError` if it may pass: `place` and the reason."""
@@ -337,12 +329,6 @@ def _is_final(error: Exception) -> bool:
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         code = error.response.get("Error", {}).get("Code")
         return 300 <= status < 500 and status not in _MAY_PASS and code not in _MAY_PASS_CODES
-    return bool(_HEADER_VALUE.search(str(error))) or isinstance(
-        error,
-        (
-            botocore.NoCredentialsError,
-            botocore.PartialCredentialsError,
-            botocore.ProfileNotFound,
-            botocore.ParamValidationError,
-        ),
-    )
+    names_of_final = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
+    final = tuple(getattr(botocore, name) for name in names_of_final)
+    return bool(_HEADER_VALUE.search(str(error))) or isinstance(error, final)
