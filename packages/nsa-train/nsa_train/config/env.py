@@ -7,6 +7,7 @@ this table.
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -105,7 +106,10 @@ def read(environ: Mapping[str, str]) -> SettingsLayer:
     for name in sorted(names, key=lambda name: (-len(VARIABLES[name].keys) if name in VARIABLES else 0, name)):
         where = f"environment {name}"
         if variable := VARIABLES.get(name):
-            text = _negate(environ[name]) if variable.negated else environ[name].strip()
+            text = environ[name].strip()
+            if variable.negated:
+                with suppress(ValidationError):  # anything else is refused by the schema
+                    text = str(not BOOLEAN.validate_python(text))
             for key in variable.keys:
                 layer.add(key, text, origin=where, where=where)
         elif name in RETIRED:
@@ -115,11 +119,3 @@ def read(environ: Mapping[str, str]) -> SettingsLayer:
             hint = f"Did you mean {guess}?" if guess else "docs/ENV.md lists them all."
             layer.problems.append(f"{where}: unknown environment variable. {hint}")
     return layer
-
-
-def _negate(text: str) -> str:
-    """The opposite of a boolean; anything else is returned unchanged and refused by the schema."""
-    try:
-        return str(not BOOLEAN.validate_python(text.strip()))
-    except ValidationError:
-        return text

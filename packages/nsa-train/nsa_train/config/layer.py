@@ -197,27 +197,21 @@ def _pairs(
 
 
 def _add_value(key: str, node: yaml.Node, where: str, origin: str | None, layer: SettingsLayer) -> None:
+    takes_list = key in settings() and TEXT_OR_LIST in settings()[key].metadata
+    items: list[Any] = node.value if isinstance(node, yaml.SequenceNode) else [None]
     if isinstance(node, yaml.ScalarNode):
         layer.add(key, None if _is_null(node) else node.value, origin=origin or where, where=where)
-    elif isinstance(node, yaml.SequenceNode) and _takes_list(key) and _is_flat(node):
-        if sum(len(item.value) for item in node.value) > _MOST_BYTES:  # aliases name one long text many times
+    elif takes_list and all(isinstance(item, yaml.ScalarNode) for item in items):
+        if sum(len(item.value) for item in items) > _MOST_BYTES:  # aliases name one long text many times
             layer.problems.append(f"{where}: {key} is longer than a config file may be.")
             return
-        text = f"[{', '.join(item.value for item in node.value)}]"
+        text = f"[{', '.join(item.value for item in items)}]"
         layer.add(key, text, origin=origin or where, where=where)
     elif isinstance(node, yaml.MappingNode) and "." not in key:
         layer.problems.append(f"{where}: unknown section {key}. {_section_hint(key)}")
     else:
         kind = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         layer.problems.append(f"{where}: {key} takes one value, not {kind}.")
-
-
-def _takes_list(key: str) -> bool:
-    return key in settings() and TEXT_OR_LIST in settings()[key].metadata
-
-
-def _is_flat(node: yaml.SequenceNode) -> bool:
-    return all(isinstance(item, yaml.ScalarNode) for item in node.value)
 
 
 def _is_null(node: yaml.Node) -> bool:

@@ -147,12 +147,10 @@ def _explain(details: ErrorDetails, values: Mapping[str, SettingText]) -> Iterat
     prefixes = itertools.accumulate((str(part) for part in details["loc"]), "{}.{}".format)
     key = next(prefix for prefix in prefixes if prefix in settings())
     field, value = settings()[key], values[key]
-    got = "no value" if value.text is None else _shortened(repr(value.text))
+    got = "no value" if value.text is None else repr(value.text)
+    if len(got) > _MOST_SHOWN:
+        got = f"{got[: _MOST_SHOWN // 2]}… ({len(got)} characters)"
     counted = f", in {unit(field)}" if unit(field) else ""
     guess = nearest(str(value.text), choices(field))
     fix = f"Did you mean {guess}?" if guess else f"Description: {field.description} Default: {plain(field.default)}."
     yield f"{value.where}: {key} must be {kind(field)}{counted} (got {got}). {fix}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}… ({len(text)} characters)"

@@ -78,6 +78,9 @@ def make_starter(name: str, folder: Path) -> StarterConfig:
     longest_first = sorted(moved, key=len, reverse=True)
     pattern = re.compile("|".join(rf"(?<![\w/]){re.escape(path)}(?![\w.])" for path in longest_first))
 
+    def yaml_text(text: str) -> str:
+        return text if _PLAIN_IN_YAML.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+
     def replaced(text: str, quote: Callable[[str], str]) -> str:
         return pattern.sub(lambda match: quote(str(moved[match[0]])), text)
 
@@ -94,7 +97,7 @@ def make_starter(name: str, folder: Path) -> StarterConfig:
             if not setting["indent"]:
                 section = setting["key"]
             if setting["value"]:
-                value = replaced(setting["value"], _yaml_text)
+                value = replaced(setting["value"], yaml_text)
                 key = f"{section}.{setting['key']}" if setting["indent"] else setting["key"]
                 written = f"{setting['indent']}{setting['key']}: {value}"
                 line = f"{written:<{_COMMENT_COLUMN - 2}}  {setting['comment'] or _comment(key)}"
@@ -126,7 +129,3 @@ def _comment(key: str) -> str:
     field = settings()[key]
     measured = f" ({unit(field)})" if unit(field) else ""
     return f"# {(field.description or '').rstrip('.')}{measured}"
-
-
-def _yaml_text(text: str) -> str:
-    return text if _PLAIN_IN_YAML.fullmatch(text) else json.dumps(text, ensure_ascii=False)

@@ -118,12 +118,8 @@ def _of_one(error: BaseException) -> FailureCode:
             return FailureCode.DISK_FULL
         if error.errno == errno.ENOMEM:
             return FailureCode.OUT_OF_MEMORY
-    if isinstance(error, RuntimeError) and (_is_of_torch(error, "OutOfMemoryError") or _CPU_ALLOCATOR in str(error)):
+    # Without importing torch: readers of run folders do not need it; a process that raised its error has it.
+    gpu_out_of_memory = getattr(sys.modules.get("torch"), "OutOfMemoryError", ())
+    if isinstance(error, RuntimeError) and (isinstance(error, gpu_out_of_memory) or _CPU_ALLOCATOR in str(error)):
         return FailureCode.OUT_OF_MEMORY
     return next((code for kind, code in _OF_CLASS if isinstance(error, kind)), FailureCode.UNEXPECTED)
-
-
-def _is_of_torch(error: BaseException, name: str) -> bool:
-    """Check without importing torch: readers of run folders do not need it; a process that raised its error has it."""
-    kind = getattr(sys.modules.get("torch"), name, None)
-    return kind is not None and isinstance(error, kind)

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TextIO
 
@@ -58,7 +59,10 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = _ends_torn(path)
+        torn = False
+        with suppress(OSError), open_regular(path) as file:  # no file, or an empty one
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
         self._file = open_to_append(path)
         if torn:
             self._file.write("\n")
@@ -234,12 +238,3 @@ def _encode(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     return value
-
-
-def _ends_torn(path: Path) -> bool:
-    try:
-        with open_regular(path) as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) != b"\n"
-    except OSError:  # no file, or an empty one
-        return False
