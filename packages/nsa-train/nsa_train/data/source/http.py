@@ -8,8 +8,9 @@ the request. The limits are those of `RetryPolicy`.
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Thread
@@ -108,12 +109,9 @@ class HttpClient:
 
         def attempt() -> None:
             first, last = start + len(received), start + length - 1
-            response = self._open(url, deadline, {"Range": f"bytes={first}-{last}"})
-            try:
+            with self._opened(url, deadline, {"Range": f"bytes={first}-{last}"}) as response:
                 _check_range(response, url, first, last, etag)
                 self._receive(response, received, length, deadline)
-            finally:
-                _release(response, complete=len(received) == length)
 
         if length:
             self._retry(attempt, f"{url} bytes {start}-{start + length - 1}", deadline, progress=lambda: len(received))
@@ -123,16 +121,13 @@ class HttpClient:
         """The last `length` bytes (or the whole of a shorter file), the file's size and its ETag, in one request."""
 
         def attempt() -> tuple[bytes, int, str]:
-            response = self._open(url, deadline, {"Range": f"bytes=-{length}"})
             received = bytearray()
-            try:
+            with self._opened(url, deadline, {"Range": f"bytes=-{length}"}) as response:
                 first, last, size = _content_range(response, url)
                 if last != size - 1 or first != max(0, size - length):
                     raise _RetryableError(f"requested the last {length} bytes, got bytes {first}-{last} of {size}")
                 self._receive(response, received, last - first + 1, deadline)
-            finally:
-                _release(response, complete=False)
-            return bytes(received), size, response.headers.get("ETag", "")
+                return bytes(received), size, response.headers.get("ETag", "")
 
         return self._retry(attempt, f"{url} (last bytes)", deadline)
 
@@ -140,19 +135,18 @@ class HttpClient:
         """A response of at most `max_bytes` and its `Link` header, which holds the next page of a listing."""
 
         def attempt() -> tuple[bytes, str]:
-            response = self._open(url, deadline, {})
             received = bytearray()
-            try:
+            with self._opened(url, deadline, {}) as response:
                 declared = response.headers.get("Content-Length", "")
                 length = int(declared) if _NUMBER.fullmatch(declared) else None
-                if length is not None and length > max_bytes:
-                    raise ServerUnreachable(_too_long(url, length, max_bytes))
-                self._receive(response, received, length, deadline, max_bytes)
-                if len(received) > max_bytes:
-                    raise ServerUnreachable(_too_long(url, len(received), max_bytes))
-            finally:
-                _release(response, complete=False)
-            return bytes(received), response.headers.get("Link", "")
+                if length is None or length <= max_bytes:
+                    self._receive(response, received, length, deadline, max_bytes)
+                if (seen := max(length or 0, len(received))) > max_bytes:
+                    raise ServerUnreachable(
+                        f"{url}: the response has {seen} bytes or more, the limit for a listing is {max_bytes}. Check "
+                        "the URL, or download the files and set the path to their folder"
+                    )
+                return bytes(received), response.headers.get("Link", "")
 
         return self._retry(attempt, url, deadline)
 
@@ -181,7 +175,9 @@ class HttpClient:
                 )
             time.sleep(pause_s)
 
-    def _open(self, url: str, deadline: ReadDeadline, headers: dict[str, str]) -> Any:
+    @contextmanager
+    def _opened(self, url: str, deadline: ReadDeadline, headers: dict[str, str]) -> Iterator[Any]:
+        """The answer to a request. Its connection is used again only if all of it was read."""
         from urllib3.util import Retry, Timeout
 
         left_s = deadline.left_s()
@@ -206,20 +202,24 @@ class HttpClient:
                 preload_content=False,
             ),
         )
-        if response.status in _REDIRECTS and response.headers.get("Location"):
-            _release(response, complete=False)
-            raise ServerUnreachable(
-                f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the URL; it may need a login"
-            )
-        if response.status in _RETRIED_STATUS or response.status >= 500:
-            _release(response, complete=False)
-            raise _RetryableError(
-                f"status {response.status}", after_s=_seconds(response.headers.get("Retry-After", ""))
-            )
-        if response.status >= 400:
-            _release(response, complete=False)
-            raise ServerUnreachable(f"{url}: the server refuses with status {response.status}, which is not retried")
-        return response
+        try:
+            if response.status in _REDIRECTS and response.headers.get("Location"):
+                raise ServerUnreachable(
+                    f"{url}: the server redirects more than {_MAX_REDIRECTS} times. Check the URL; it may need a login"
+                )
+            if response.status in _RETRIED_STATUS or response.status >= 500:
+                after = response.headers.get("Retry-After", "").strip()
+                raise _RetryableError(f"status {response.status}", float(after) if _NUMBER.fullmatch(after) else 0.0)
+            if response.status >= 400:
+                raise ServerUnreachable(
+                    f"{url}: the server refuses with status {response.status}, which is not retried"
+                )
+            yield response
+        finally:
+            if response.length_remaining == 0:
+                response.release_conn()
+            else:
+                response.close()
 
     def _receive(
         self, response: Any, into: bytearray, total: int | None, deadline: ReadDeadline, max_bytes: int | None = None
@@ -260,21 +260,6 @@ def _with_timeout(seconds: float, request: Callable[[], Any]) -> Any:
         raise _RetryableError(f"the response headers did not arrive within {seconds:.1f} s") from None
 
 
-def _too_long(url: str, length: int, limit: int) -> str:
-    return (
-        f"{url}: the response has {length} bytes or more, the limit for a listing is {limit}. Check the URL, or "
-        "download the files and set the path to their folder"
-    )
-
-
-def _release(response: Any, *, complete: bool) -> None:
-    """Reuse the connection only if the response was read completely."""
-    if complete:
-        response.release_conn()
-    else:
-        response.close()
-
-
 def _content_range(response: Any, url: str) -> tuple[int, int, int]:
     if response.status != 206:
         raise ServerUnreachable(
@@ -302,7 +287,3 @@ def _check_range(response: Any, url: str, first: int, last: int, etag: str) -> N
         raise ServerUnreachable(
             f"{url} changed while it was being read (ETag was {etag}, is {now}). Start again with the new files."
         )
-
-
-def _seconds(text: str) -> float:
-    return float(text) if _NUMBER.fullmatch(text.strip()) else 0.0
