@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -21,24 +21,18 @@ data_app = typer.Typer(help="Train a tokenizer, prepare token shards, and check 
 _tokenizer_app = typer.Typer(help="Train tokenizers.", no_args_is_help=True)
 data_app.add_typer(_tokenizer_app, name="tokenizer")
 
-_SourceOption = Annotated[
-    str | None,
-    typer.Option(help="Folder, glob pattern, URL or hub dataset id. Default: the 10 BT sample of FineWeb-Edu."),
-]
-_TokenizerOption = Annotated[
-    str, typer.Option(help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json.")
-]
-_TextColumnOption = Annotated[str, typer.Option(help="Column (or JSON key) of the text.")]
-_EncodingOption = Annotated[
-    str, typer.Option(help="Encoding of text files that are neither UTF-8 nor have a byte order mark.")
-]
-_WorkersOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False),
-]
-_HeldOutOption = Annotated[
-    float, typer.Option(help="Fraction of documents for the validation split, selected by a hash of the document id.")
-]
+_SOURCE = typer.Option(
+    None, help="Folder, glob pattern, URL or hub dataset id. Default: the 10 BT sample of FineWeb-Edu."
+)
+_TOKENIZER = typer.Option(
+    "byte", help="`byte` (UTF-8 bytes), or a tokenizers JSON file, or a folder with tokenizer.json."
+)
+_TEXT_COLUMN = typer.Option("text", help="Column (or JSON key) of the text.")
+_ENCODING = typer.Option("cp1252", help="Encoding of text files that are neither UTF-8 nor have a byte order mark.")
+_WORKERS = typer.Option(None, min=1, max=4096, help="Worker processes. Default: one per CPU core.", show_default=False)
+_HELD_OUT = typer.Option(
+    0.0005, help="Fraction of documents for the validation split, selected by a hash of the document id."
+)
 
 _ENOUGH_HELD_OUT_TOKENS = 16 * 2048
 """Tokens of an evaluation with the default settings: train.eval_batches rows of train.seq_len tokens."""
@@ -49,53 +43,37 @@ _SMOKE_BATCHES = 4
 
 @data_app.command()
 def prepare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SRC",
-            help="Corpus: folder, file, glob, URL, s3:// prefix, hub id, or shipped: `debian_docs`, `simple_stories`.",
-        ),
-    ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="Output folder or s3:// prefix.")],
-    tokenizer: _TokenizerOption = "byte",
-    workers: _WorkersOption = None,
-    held_out: _HeldOutOption = 0.0005,
-    dedup: Annotated[
-        bool,
-        typer.Option("--dedup", help="Keep only the first of documents with exactly the same text; reads SRC twice."),
-    ] = False,
-    encoding: _EncodingOption = "cp1252",
-    shard_tokens: Annotated[
-        int, typer.Option(help="Tokens per shard; a shard ends at the first document end beyond it.")
-    ] = 2**28,
-    units_per_task: Annotated[
-        int | None,
-        typer.Option(
-            help="Row groups, 4 MB blocks of JSONL, or text files per task. Default: 64 (1 if every JSONL file is one "
-            "unit), and text files up to 16 MB."
-        ),
-    ] = None,
-    text_column: _TextColumnOption = "text",
-    id_column: Annotated[
-        str, typer.Option(help="Column of the document id; `-`, or no column `id`, uses a hash of the text.")
-    ] = "id",
-    eos_token: Annotated[
-        str | None, typer.Option(help="End-of-document token, if the tokenizer file does not define one.")
-    ] = None,
-    max_bad_units: Annotated[
-        int, typer.Option(help="Corrupt units (row groups or JSONL blocks) to skip before failing.")
-    ] = 0,
-    as_json: prepared_set.JsonOption = False,
-    slurm_partition: Annotated[
-        str | None, typer.Option(help="Submit the tasks to this Slurm partition instead of running them here.")
-    ] = None,
-    slurm_time: Annotated[str, typer.Option(help="Time limit of each Slurm job, HH:MM:SS.")] = "08:00:00",
-    slurm_log: Annotated[
-        str | None, typer.Option(help="Slurm log folder, on a file system shared by all nodes.")
-    ] = None,
-    slurm_env: Annotated[
-        str | None, typer.Option(help="Shell command that activates the Python environment on a Slurm node.")
-    ] = None,
+    source: str = typer.Argument(
+        metavar="SRC",
+        help="Corpus: folder, file, glob, URL, s3:// prefix, hub id, or shipped: `debian_docs`, `simple_stories`.",
+    ),
+    out: str = typer.Argument(metavar="OUT", help="Output folder or s3:// prefix."),
+    tokenizer: str = _TOKENIZER,
+    workers: int = _WORKERS,
+    held_out: float = _HELD_OUT,
+    dedup: bool = typer.Option(
+        False, "--dedup", help="Keep only the first of documents with exactly the same text; reads SRC twice."
+    ),
+    encoding: str = _ENCODING,
+    shard_tokens: int = typer.Option(2**28, help="Tokens per shard; a shard ends at the first document end beyond it."),
+    units_per_task: int = typer.Option(
+        None,
+        help="Row groups, 4 MB blocks of JSONL, or text files per task. Default: 64 (1 if every JSONL file is one "
+        "unit), and text files up to 16 MB.",
+    ),
+    text_column: str = _TEXT_COLUMN,
+    id_column: str = typer.Option(
+        "id", help="Column of the document id; `-`, or no column `id`, uses a hash of the text."
+    ),
+    eos_token: str = typer.Option(None, help="End-of-document token, if the tokenizer file does not define one."),
+    max_bad_units: int = typer.Option(0, help="Corrupt units (row groups or JSONL blocks) to skip before failing."),
+    as_json: bool = prepared_set.JSON,
+    slurm_partition: str = typer.Option(
+        None, help="Submit the tasks to this Slurm partition instead of running them here."
+    ),
+    slurm_time: str = typer.Option("08:00:00", help="Time limit of each Slurm job, HH:MM:SS."),
+    slurm_log: str = typer.Option(None, help="Slurm log folder, on a file system shared by all nodes."),
+    slurm_env: str = typer.Option(None, help="Shell command that activates the Python environment on a Slurm node."),
 ) -> None:
     """Tokenize a corpus into checksummed token shards. If interrupted, run the same command again to resume.
 
@@ -147,12 +125,12 @@ def prepare(
 
 @data_app.command()
 def bootstrap(
-    out: Annotated[str, typer.Option(help="Output folder.")] = "data/fineweb_edu",
-    gb: Annotated[float, typer.Option(help="Approximate size of the shards in gigabytes.")] = 5.0,
-    source: _SourceOption = None,
-    tokenizer: _TokenizerOption = "byte",
-    workers: _WorkersOption = None,
-    held_out: _HeldOutOption = 0.0005,
+    out: str = typer.Option("data/fineweb_edu", help="Output folder."),
+    gb: float = typer.Option(5.0, help="Approximate size of the shards in gigabytes."),
+    source: str = _SOURCE,
+    tokenizer: str = _TOKENIZER,
+    workers: int = _WORKERS,
+    held_out: float = _HELD_OUT,
 ) -> None:
     """Download and tokenize the beginning of a source to local shards, for runs without network access.
 
@@ -225,8 +203,8 @@ def train_tokenizer(
     vocab_size: int = typer.Option(32768, min=257, help="Vocabulary size, including the end-of-document token."),
     mb: float = typer.Option(100.0, min=0.0, help="Megabytes of text to train on, sampled from the whole corpus."),
     seed: int = typer.Option(0, help="Random seed of the sample."),
-    text_column: _TextColumnOption = "text",
-    encoding: _EncodingOption = "cp1252",
+    text_column: str = _TEXT_COLUMN,
+    encoding: str = _ENCODING,
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing file."),
 ) -> None:
     """Train a byte-level BPE tokenizer on a corpus: any files that `nsa data prepare` reads; it skips the same ones.
@@ -270,11 +248,11 @@ def _counted(texts: Iterable[str], most: int, vocab_size: int, line: ProgressLin
 
 @data_app.command()
 def smoke(
-    source: _SourceOption = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
-    batch: Annotated[int, typer.Option(help="Rows per batch.")] = 1,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for each batch.")] = 60.0,
-    tokenizer: _TokenizerOption = "byte",
+    source: str = _SOURCE,
+    seq_len: int = typer.Option(1024, help="Tokens per row."),
+    batch: int = typer.Option(1, help="Rows per batch."),
+    timeout: float = typer.Option(60.0, help="Seconds to wait for each batch."),
+    tokenizer: str = _TOKENIZER,
 ) -> None:
     """Check that a data source is reachable: read a few batches and print the time to the first one and tokens/s.
 

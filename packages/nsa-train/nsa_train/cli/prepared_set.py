@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,10 +20,8 @@ if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must n
     from nsa_train.data.tokenizer import Tokenizer
     from nsa_train.storage import StorageFolder
 
-_SetArgument = Annotated[
-    str, typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+_SET = typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
+JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else on stdout.")
 _PERCENTILES = {"5 %": 5, "median": 50, "95 %": 95, "99 %": 99}
 _PREVIEWED_DOCUMENTS, _PREVIEWED_TOKENS = 3, 64
 _SHOWN_IDS, _SHOWN_CHARACTERS, _SHOWN_NAME = 5, 40, 24
@@ -47,13 +45,11 @@ _SHIPPED_MODELS = {
 
 
 def inspect(
-    prepared: _SetArgument,
-    document: Annotated[
-        int | None, typer.Option(help="Print id, shard and position of this document; numbers start at 0.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="`train` or `validation`, for --document and --shards.")] = "train",
-    shards: Annotated[bool, typer.Option(help="List all shards of the split.")] = False,
-    as_json: JsonOption = False,
+    prepared: str = _SET,
+    document: int = typer.Option(None, help="Print id, shard and position of this document; numbers start at 0."),
+    split: str = typer.Option("train", help="`train` or `validation`, for --document and --shards."),
+    shards: bool = typer.Option(False, help="List all shards of the split."),
+    as_json: bool = JSON,
 ) -> None:
     """Show size, tokenizer and source of a prepared set, and what was skipped when it was prepared.
 
@@ -96,7 +92,7 @@ def inspect(
         _print_table(f"document {document} of {split}", ["id", "shard", "first token", "tokens"], [row])
 
 
-def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
+def verify(prepared: str = _SET, as_json: bool = JSON) -> None:
     """Verify the SHA-256 of every file of a prepared set.
 
     Exit codes: 0 if all files match, 21 if one is damaged or missing, or there is no finished set.
@@ -121,7 +117,7 @@ def verify(prepared: _SetArgument, as_json: JsonOption = False) -> None:
         print_line(f"{prepared}: all files match ({total:,} bytes)")
 
 
-def stats(prepared: _SetArgument, as_json: JsonOption = False) -> None:
+def stats(prepared: str = _SET, as_json: bool = JSON) -> None:
     """Print the distribution of document lengths in tokens.
 
     Exit codes: 0, or 21 if the set does not exist, is not finished or is damaged.
