@@ -59,13 +59,9 @@ def _measure_peak(
         gc.collect()
         before = _reset_peak_mib(device)
         results = runner.forward_backward()
-        peak = _peak_mib(device)
+        peak = _status_mib("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device) / 2**20
         del results
     send(peak_mib=peak - before)
-
-
-def _peak_mib(device: torch.device) -> float:
-    return _status_mib("VmHWM") if device.type == "cpu" else torch.cuda.max_memory_allocated(device) / 2**20
 
 
 def _reset_peak_mib(device: torch.device) -> float:

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from math import log2
 from typing import Any
 
-from nsa.bench.machine import TimingSpread
 from nsa.bench.measurement import BenchMeasurement, ImplementationResult
 from nsa.bench.roofline import MachinePeaks
 from nsa.token_counts import spell
@@ -62,17 +61,15 @@ class BenchReport:
 def machine_line(machine: dict[str, Any]) -> str:
     commit = (machine["commit"] or "unknown")[:10] + (" with changes" if machine["uncommitted_changes"] else "")
     load = machine["load_average"][0]
-    gpu = f"{_gpu_words(machine['gpu'])} · " if machine.get("gpu") else ""
+    gpu = ""
+    if has := machine.get("gpu"):
+        gpu = (
+            f"{has['name']} ({has['capability']}, {has['units']} units, {has['memory_gib']} GiB), driver "
+            f"{has['driver']}, {has['runtime']}, triton {has['triton'] or 'not installed'} · "
+        )
     return (
         f"{gpu}{machine['cpu']}, {machine['cores']} cores ({' '.join(machine['isa'])}), {machine['memory_gib']} GiB · "
         f"torch {machine['torch']} · commit {commit} · load {load:.1f} at the start · {machine['time']}"
-    )
-
-
-def _gpu_words(gpu: dict[str, Any]) -> str:
-    return (
-        f"{gpu['name']} ({gpu['capability']}, {gpu['units']} units, {gpu['memory_gib']} GiB), driver {gpu['driver']}, "
-        f"{gpu['runtime']}, triton {gpu['triton'] or 'not installed'}"
     )
 
 
@@ -98,7 +95,8 @@ def rows(measurement: BenchMeasurement) -> list[tuple[str, ...]]:
         body.append((
             *head, seconds(entry.time_s.median), f"{seconds(entry.time_s.low)}–{seconds(entry.time_s.high)}",
             str(len(entry.samples_s)), _ratio(entry), allowed,
-            "" if entry.achieved is None else f"{100 * entry.achieved:.0f} %", _error(entry),
+            "" if entry.achieved is None else f"{100 * entry.achieved:.0f} %",
+            f"{entry.agreement.worst:.1g}" if entry.agreement.errors else "not checked",
         ))  # fmt: skip
     return body
 
@@ -127,17 +125,10 @@ def seconds(value: float) -> str:
 
 
 def _ratio(entry: ImplementationResult) -> str:
-    if entry.kind == "dense":
-        return "withheld" if entry.refused else "1"
-    return "withheld" if entry.ratio is None else _spread(entry.ratio)
-
-
-def _spread(spread: TimingSpread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
-
-
-def _error(entry: ImplementationResult) -> str:
-    return f"{entry.agreement.worst:.1g}" if entry.agreement.errors else "not checked"
+    if entry.kind == "dense" and not entry.refused:
+        return "1"
+    ratio = entry.ratio
+    return "withheld" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
 
 
 MEMORY_COLUMNS = ("length", "dtype", "implementation", "peak above inputs", "per 1,000 tokens")

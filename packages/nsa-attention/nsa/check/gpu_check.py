@@ -8,7 +8,7 @@ child is this module as a program (`nsa.child_process`).
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -33,7 +33,6 @@ from nsa.kernels.registry import BACKENDS, BRANCHES
 from nsa.kernels.self_check import CheckRequest, RecordStore, clean_environment, key_for, recorded, verify
 from nsa.kernels.triton_environment import triton_faults
 
-_AUTOCAST_BACKENDS = (BACKEND, "portable")
 _REHEARSED_PARTS = ("sliding", "mix, 3 gates per group in float32")  # quick when interpreted
 _EVERY, _FIRST, _LAST = slice(None), slice(1), slice(-1, None)
 
@@ -58,10 +57,6 @@ def _of_module(subject: str, sizes: CheckSizes) -> Iterator[GpuCheck]:
     for its_subject, name, check, which in _MODULE_CHECKS:
         for dtype in sizes.module_dtypes[which] if its_subject == subject else ():
             yield GpuCheck(subject, f"{name}, {dtype}", partial(check, replace(sizes.module, dtype=dtype)))
-
-
-def _environment(sizes: CheckSizes) -> Iterator[GpuCheck]:
-    yield GpuCheck("environment", "software and hardware", partial(_describe, sizes))
 
 
 def _describe(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
@@ -92,8 +87,7 @@ def _describe(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
 
 def _self_check(sizes: CheckSizes) -> Iterator[GpuCheck]:
     """Run again what decides whether `auto` takes the Triton kernels on this GPU, and rewrite the records."""
-    run = _every_record if sizes.is_gpu else _rehearsed_record
-    yield GpuCheck("self-check", "Triton kernels, before 'auto' takes them", partial(run, sizes))
+    yield GpuCheck("self-check", "Triton kernels, before 'auto' takes them", partial(_every_record, sizes))
     yield GpuCheck("self-check", "what 'auto' takes", partial(_installation, sizes))
 
 
@@ -105,14 +99,13 @@ def _installation(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     yield fact(f"kernels, {dtype}", facts["kernels"])
 
 
-def _rehearsed_record(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
-    key = key_for(sizes.device, torch.float32, sizes.module.shape.kernel, parts=_REHEARSED_PARTS)
-    with tempfile.TemporaryDirectory() as folder:
-        yield from _record(CheckRequest(sizes.device, key, Path(folder)))
-
-
 def _every_record(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
     """The base shape in bf16, and every shape and dtype that was checked on a GPU of this name before."""
+    if not sizes.is_gpu:
+        key = key_for(sizes.device, torch.float32, sizes.module.shape.kernel, parts=_REHEARSED_PARTS)
+        with tempfile.TemporaryDirectory() as scratch:
+            yield from _record(CheckRequest(sizes.device, key, Path(scratch)))
+        return
     device, folder = torch.device("cuda", torch.cuda.current_device()), cache_folder()
     known = recorded(folder, torch.cuda.get_device_name(device))
     for dtype, shape, tuned in dict.fromkeys(((torch.bfloat16, SHAPES["base"].kernel, False), *known)):
@@ -182,10 +175,13 @@ def _autocast(sizes: CheckSizes) -> Iterator[GpuCheck]:
     """Kernels compute in their inputs' dtype under autocast, and a module is as accurate as PyTorch's.
 
     The portable backend is checked too: it runs where Triton does not, and autocast would change its matrix products.
+    Triton's interpreter computes bf16 products wrongly.
     """
-    for backend in _AUTOCAST_BACKENDS:
+    for backend in (BACKEND, "portable"):
         yield GpuCheck("autocast", f"kernels in fp32, {backend}", partial(_kernels_under_autocast, sizes, backend))
-    yield GpuCheck("autocast", "bf16 from fp32 weights", partial(_module_under_autocast, sizes))
+    claim = "error under autocast, × PyTorch attention's"
+    module = (lambda: error_under_autocast(sizes.module)) if sizes.is_gpu else partial(needs_gpu, claim)
+    yield GpuCheck("autocast", "bf16 from fp32 weights", lambda: iter([module()]))
 
 
 def _kernels_under_autocast(sizes: CheckSizes, backend: str) -> Iterator[CheckResult]:
@@ -194,26 +190,14 @@ def _kernels_under_autocast(sizes: CheckSizes, backend: str) -> Iterator[CheckRe
     yield replace(result, claim=f"outputs, gradients and blocks in fp32, {backend}, relative", note=result.claim)
 
 
-def _module_under_autocast(sizes: CheckSizes) -> Iterator[CheckResult]:
-    if sizes.is_gpu:
-        yield error_under_autocast(sizes.module)
-    else:  # Triton's interpreter computes bf16 products wrongly
-        yield needs_gpu("error under autocast, × PyTorch attention's")
-
-
 def _long(sizes: CheckSizes) -> Iterator[GpuCheck]:
     for dtype in sizes.module_dtypes:
         run = partial(module_checks.against_portable, replace(sizes.long, dtype=dtype))
         yield GpuCheck("long", f"{sizes.long.length} tokens, {dtype}", run)
 
 
-def _devices(sizes: CheckSizes) -> Iterator[GpuCheck]:
-    yield from _of_module("devices", sizes)
-    yield from timing_checks.two_ranks(sizes)
-
-
-_SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
-    "environment": _environment,
+_SUBJECTS: dict[str, Callable[[CheckSizes], Iterable[GpuCheck]]] = {
+    "environment": lambda sizes: [GpuCheck("environment", "software and hardware", partial(_describe, sizes))],
     "self-check": _self_check,
     "host": timing_checks.host,
     "kernels": timing_checks.kernels,
@@ -226,7 +210,7 @@ _SUBJECTS: dict[str, Callable[[CheckSizes], Iterator[GpuCheck]]] = {
     "compile": partial(_of_module, "compile"),
     "decode": partial(_of_module, "decode"),
     "long": _long,
-    "devices": _devices,
+    "devices": lambda sizes: [*_of_module("devices", sizes), *timing_checks.two_ranks(sizes)],
     "speed": timing_checks.speed,
 }
 """What says most in the first minutes comes first."""
@@ -322,7 +306,7 @@ def run_gpu_check(request: GpuCheckRequest, bundle: Path | None) -> int:
             f"elsewhere. Run it on a machine with one and torch's GPU build, or add --rehearse to run the same checks "
             f"interpreted on this CPU."
         )
-    runner, machine = GpuCheckRunner(request), describe_machine()
+    runner, machine, begun = GpuCheckRunner(request), describe_machine(), 0
     record = GpuCheckReport(
         request.command, machine, request.rehearse, request.full, request.only, traces=runner.traces
     )
@@ -336,9 +320,10 @@ def run_gpu_check(request: GpuCheckRequest, bundle: Path | None) -> int:
     except OSError as error:
         raise ConfigError(f"--bundle is {file}, which cannot be written ({error.strerror}). Name another.") from None
     try:
-        for number, result in _numbered(runner.run()):
+        for result in runner.run():
             if isinstance(result, GpuCheck):
-                where = f"[{number}/{len(runner.checks)}] {result.subject}: {result.name}"
+                begun += 1
+                where = f"[{begun}/{len(runner.checks)}] {result.subject}: {result.name}"
                 print(where, file=sys.stderr, flush=True)
                 continue
             record.add(result)
@@ -351,16 +336,6 @@ def run_gpu_check(request: GpuCheckRequest, bundle: Path | None) -> int:
     record.write(file)
     print(f"{record.title()}\n{record.summary()}\nwrote {file}")
     return 0 if record.holds else 1 if record.complete else _INTERRUPTED
-
-
-def _numbered(
-    results: Iterator[GpuCheck | CheckResult | MeasuredTable],
-) -> Iterator[tuple[int, GpuCheck | CheckResult | MeasuredTable]]:
-    """Each with the number of checks that have begun."""
-    begun = 0
-    for result in results:
-        begun += isinstance(result, GpuCheck)
-        yield begun, result
 
 
 def _line(row: CheckResult) -> str:

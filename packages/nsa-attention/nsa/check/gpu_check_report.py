@@ -142,13 +142,9 @@ _TABLE_COLUMNS: dict[str, tuple[str, ...]] = {
 def cells(row: CheckResult) -> tuple[str, ...]:
     limit = "" if row.limit is None else f"{row.limit:g}"
     note = row.note.replace("|", "/").replace("\n", " ")
-    return row.verdict, row.subject, row.claim, _number(row.measured), limit, f"{row.seconds:.1f}", note
-
-
-def _number(measured: float | str | None) -> str:
-    if measured is None:
-        return "–"
-    return measured if isinstance(measured, str) else f"{measured:.3g}"
+    measured = "–" if row.measured is None else row.measured
+    measured = measured if isinstance(measured, str) else f"{measured:.3g}"
+    return row.verdict, row.subject, row.claim, measured, limit, f"{row.seconds:.1f}", note
 
 
 def _flaws(body: dict[str, Any]) -> list[str]:
@@ -215,7 +211,8 @@ class NameRemover:
         names |= {environ.get(variable, "") for variable in _NAME_VARIABLES}
         names |= {name.partition(".")[0] for name in names}
         folders = {os.getcwd(), str(Path.home()), environ.get("HOME", ""), environ.get("TMPDIR", "")}
-        return cls(_longest_first(f for f in folders if len(f) > 1), _longest_first(n for n in names if _is_telling(n)))
+        telling = (name for name in names if len(name) > 2 and name.lower() not in _NOBODY)
+        return cls(_longest_first(folder for folder in folders if len(folder) > 1), _longest_first(telling))
 
     def remove(self, text: str) -> str:
         text = _PATH.sub(_end_of_path, _QUOTED_PATH.sub(_end_of_path, text))
@@ -241,10 +238,6 @@ def names_here() -> NameRemover:
 
 def _longest_first(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(words), key=len, reverse=True))
-
-
-def _is_telling(name: str) -> bool:
-    return len(name) > 2 and name.lower() not in _NOBODY
 
 
 def _end_of_path(path: re.Match[str]) -> str:

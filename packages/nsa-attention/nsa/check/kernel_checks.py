@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -138,13 +138,7 @@ def _select(call: KernelCall, device: torch.device, select: Callable[..., Any]) 
 
 
 def _in_spans(run: Callable[[], Results]) -> Results:
-    with _small_slots():
-        return run()
-
-
-@contextmanager
-def _small_slots() -> Iterator[None]:
-    """Inside, the selected branch takes the queries in spans, as it does where rows are long."""
+    """Run while the selected branch takes the queries in spans, as it does where rows are long."""
     from nsa.kernels.triton import selected
     from nsa.kernels.triton.launch import unplanned
 
@@ -152,7 +146,7 @@ def _small_slots() -> Iterator[None]:
     selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = 1, 1  # room for one block of each query
     try:
         with unplanned():
-            yield
+            return run()
     finally:
         selected.SLOT_BYTES, selected.QUERIES_OF_SLOTS = before
 
