@@ -38,7 +38,7 @@ from nsa_train.checkpoint.manifest import (
 )
 from nsa_train.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
 from nsa_train.checkpoint.safe_pickle import PickleRefused, read_torch_file
-from nsa_train.checkpoint.tensor_index import PieceLocation, largest_index, parse_index
+from nsa_train.checkpoint.tensor_index import PieceLocation, UnplannedStorage, largest_index, parse_index
 
 _log = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
     return whole
 
 
-class VerifiedReader(StorageReader):
+class VerifiedReader(UnplannedStorage, StorageReader):
     """DCP storage reader over `VerifiedFiles`: what DCP loads is verified as it is read, and executes nothing."""
 
     def __init__(self, files: VerifiedFiles, index: Metadata, thread_count: int) -> None:
@@ -337,19 +337,6 @@ class VerifiedReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 def export(checkpoint: Path, to: Path, *, key: bytes | None = None, allow_foreign: bool = False) -> list[Path]:

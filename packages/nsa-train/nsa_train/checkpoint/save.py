@@ -5,7 +5,6 @@ that DCP gathers anyway, so a save has no collective of its own.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from nsa.errors import CheckpointError
 from nsa_train import names
 from nsa_train.checkpoint.manifest import HashedFile, ManifestEntry
 from nsa_train.checkpoint.save_plan import share
-from nsa_train.checkpoint.tensor_index import PieceWritten, write_index
+from nsa_train.checkpoint.tensor_index import PieceWritten, UnplannedStorage, write_index
 from nsa_train.checkpoint.transfer import CopyResult, StoreCopy
 
 _THREADS = 4
@@ -39,7 +38,7 @@ class _WrittenFiles:
     """Why its files could not be copied to the object store of the run."""
 
 
-class HashingWriter(StorageWriter):
+class HashingWriter(UnplannedStorage, StorageWriter):
     """Writes a checkpoint's tensors below `checkpoint`. One object per save and rank."""
 
     def __init__(
@@ -63,12 +62,6 @@ class HashingWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs["rank"]
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """A future of `_WrittenFiles`; it is done."""
@@ -119,13 +112,6 @@ class HashingWriter(StorageWriter):
     def finish_copy(self, checkpoint: Path) -> CopyResult | None:
         """Complete the copy in the object store, if there is to be one; on rank 0, when `checkpoint` is committed."""
         return None if self._copy is None else self._copy.finish(checkpoint, self._uploaded, self.copy_failures)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def _write_item(file: HashedFile, value: object, item: WriteItem) -> None:

@@ -56,6 +56,22 @@ class PieceLocation:
     length: int
 
 
+class UnplannedStorage:
+    """What DCP wants of a storage that leaves the plans of all ranks as they are."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
 def largest_index(tensor_bytes: int, files: int) -> int:
     """Size limit of an index of so many bytes of tensors in so many files.
 
