@@ -10,7 +10,6 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from nsa.errors import CheckpointError
@@ -77,9 +76,7 @@ class RunLock:
     def __enter__(self) -> Self:
         return self if self._descriptor is not None else self.acquire()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

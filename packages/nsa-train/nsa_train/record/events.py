@@ -1,5 +1,6 @@
 """Event log of a run (`events.jsonl`): starts, saves, rollbacks, findings, errors; one file across all restarts."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -67,11 +68,8 @@ def add_event(run_folder: Path, kind: EventKind, *, ts: float, step: int, **deta
     everything else has been closed.
     """
     iso = datetime.fromtimestamp(ts, UTC).isoformat(timespec="milliseconds")
-    lines = JsonLines(run_folder / names.EVENTS)
-    try:
+    with closing(JsonLines(run_folder / names.EVENTS)) as lines:
         lines.append(to_line({"ts": ts, "iso": iso, "event": kind.value, "step": step, **details}))
-    finally:
-        lines.close()
 
 
 _CHECKS = {

@@ -213,14 +213,12 @@ def read_rows(path: Path) -> tuple[list[dict[str, str]], int]:
     except OSError:
         return rows, 1
     bad = 0
-    reader = csv.reader(lines)
     try:
-        header = next(reader, [])
-        for cells in reader:
-            if len(cells) == len(header):
-                rows.append(dict(zip(header, cells, strict=True)))
+        for row in csv.DictReader(lines):
+            if None in row or None in row.values():  # more cells than the header, or fewer
+                bad += 1
             else:
-                bad += bool(cells)
+                rows.append(row)
     except csv.Error:  # a cell that is too long; the start of the next row is unknown
         bad += 1
     return rows, bad

@@ -259,13 +259,8 @@ def _read_evaluations(path: Path) -> tuple[list[EvaluationRecord], int]:
         except (KeyError, ValueError):
             bad += 1
             continue
-        checked = (
-            value_checks.whole(step),
-            value_checks.number(loss),
-            value_checks.amount(seconds),
-            value_checks.time_stamp(ts),
-        )
-        if None in checked or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
+        checks = (value_checks.whole(step), value_checks.number(loss), value_checks.amount(seconds))
+        if None in (*checks, value_checks.time_stamp(ts)) or not (math.isnan(accuracy) or 0 <= accuracy <= 1):
             bad += 1
         else:
             evaluations.append(EvaluationRecord(step, loss, seconds, ts, accuracy))

@@ -58,10 +58,7 @@ def title(words: str, about: Text | str, width: int) -> Text:
 
 
 def beside(left: Sequence[Text], right: Sequence[Text], left_width: int) -> list[Text]:
-    return [
-        line(fit(a if a is not None else Text(), left_width), "  ", b if b is not None else Text())
-        for a, b in zip_longest(left, right)
-    ]
+    return [line(fit(a, left_width), "  ", b) for a, b in zip_longest(left, right, fillvalue=Text())]
 
 
 def level(share: float) -> str:
