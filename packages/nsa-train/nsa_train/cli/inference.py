@@ -107,13 +107,13 @@ def _prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
         return prompts
     if sys.stdin.isatty():
         raise ConfigError("no prompt was given. Use --prompt TEXT or --prompt-file FILE, or pipe text into it.")
-    return [_without_last_newline(_decode(sys.stdin.buffer.read(), "standard input"))]
+    return [_decode(sys.stdin.buffer.read(), "standard input")]
 
 
 def _read_prompt(path: Path) -> str:
     try:
         with open_regular(path) as file:
-            return _without_last_newline(_decode(file.read(), str(path)))
+            return _decode(file.read(), str(path))
     except OSError as error:
         raise ConfigError(
             f"prompt file {path} cannot be read ({error.strerror}). Name a text file, or pipe text into the command."
@@ -121,15 +121,11 @@ def _read_prompt(path: Path) -> str:
 
 
 def _decode(raw: bytes, name: str) -> str:
+    """The text without the newline with which editors and `echo` end it, and which is not part of the prompt."""
     try:
-        return raw.decode("utf-8")
+        return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} is not UTF-8 text ({error}). Convert it, e.g. with iconv.") from error
-
-
-def _without_last_newline(text: str) -> str:
-    """Editors and `echo` end a text with a newline that is not part of the prompt."""
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _without_last_spaces(loaded: "LoadedModel", prompt: str) -> str:

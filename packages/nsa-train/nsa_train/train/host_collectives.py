@@ -39,9 +39,6 @@ class HostCollectives:
         dist.all_reduce(answer, group=self._group)
         return [float(value) for value in answer.tolist()]
 
-    def mean(self, value: float) -> float:
-        return self.means([value])[0]
-
     def means(self, values: Sequence[float]) -> list[float]:
         """A value that is not finite on one rank makes the mean non-finite."""
         world = dist.get_world_size(self._group) if self._group is not None else 1

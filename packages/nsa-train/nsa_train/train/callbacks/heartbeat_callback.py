@@ -214,7 +214,7 @@ class HeartbeatCallback(Callback):
             else:
                 values[name] = tuple(numbers) if tensor.dim() else _number(name, numbers[0])
         if "loss" in values:
-            values["loss"] = self.collectives.mean(values["loss"])
+            values["loss"] = self.collectives.means([values["loss"]])[0]
         return values
 
     def _memory(self) -> dict[str, float]:
