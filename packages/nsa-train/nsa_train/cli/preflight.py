@@ -1,6 +1,5 @@
 """`nsa preflight`: checks a run against every preflight rule before it starts."""
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -9,7 +8,7 @@ from nsa.errors import PreflightError
 from nsa_train.cli.config import resolve
 from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, TARGET_HELP, as_dict, summary
-from nsa_train.cli.outputs import print_json, table_console
+from nsa_train.cli.outputs import ProgressLine, print_json, table_console
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def preflight(
     from nsa_train.train.gather_preflight_facts import gather
 
     check_names(allow)
-    with ExitStack() as shown:
+    with ProgressLine("checking") as line:
         facts = gather(
             config,
             parse_target(target, config.runtime.device),
@@ -61,7 +60,7 @@ def preflight(
             fetch_remote=fetch,
             resuming=resume,
             time_limit_s=timeout,
-            log=_progress(shown),
+            log=lambda text: line.update(f"dry run: {text}"),
         )
     verdicts = check_rules(facts, (*allow, *DECIDED_AT_START))
     if as_json:
@@ -70,15 +69,6 @@ def preflight(
         _print(facts, verdicts)
     if any(verdict.status == RuleStatus.FAIL for verdict in verdicts):
         raise typer.Exit(PreflightError.exit_code)
-
-
-def _progress(shown: ExitStack) -> Any:
-    """Status line on stderr, on a terminal only, so that stdout stays valid JSON."""
-    from rich.console import Console
-    from rich.text import Text
-
-    status = shown.enter_context(Console(stderr=True).status("checking"))
-    return lambda text: status.update(Text(f"dry run: {printable(text)}"))
 
 
 def _as_dict(facts: "PreflightFacts", verdicts: list["RuleVerdict"]) -> dict[str, Any]:
