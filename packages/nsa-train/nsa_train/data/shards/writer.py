@@ -107,8 +107,9 @@ class ShardWriter:
         self._file.close()
         if self._open_block:
             self._block_hashes.append(hashlib.sha256(self._open_block).digest())
-        index = _encode_index(np.asarray(self._ends, dtype="<u8"), self.tokens, b"".join(self._block_hashes))
-        ids = _encode_ids(self._ids)
+        numbers = np.asarray([len(self._ends), self.tokens, len(self._block_hashes), *self._ends], dtype="<u8")
+        index = _INDEX_MAGIC + numbers.tobytes() + b"".join(self._block_hashes)
+        ids = np.cumsum([len(i) for i in self._ids], dtype="<u8").tobytes() + b"".join(self._ids)
         folder.put_file(self._path, f"{self.name}.tok")
         for suffix, content in ((".idx", index), (".ids", ids)):
             # Via the scratch folder too: an unfinished file next to the shards would remain after a kill.
@@ -153,11 +154,6 @@ def check_block(content: bytes | memoryview, block_sha256: bytes, number: int, s
     check_sha256(content, expected, f"{shard}.tok (bytes from {number * BLOCK_BYTES})")
 
 
-def _encode_index(ends: np.ndarray, tokens: int, block_sha256: bytes) -> bytes:
-    header = np.asarray([len(ends), tokens, len(block_sha256) // HASH_BYTES], dtype="<u8")
-    return _INDEX_MAGIC + header.tobytes() + ends.astype("<u8", copy=False).tobytes() + block_sha256
-
-
 def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
     """Decode the index of a shard and check it against the manifest."""
     name, start = f"{info.name}.idx", len(_INDEX_MAGIC) + 8 * _HEADER_WORDS
@@ -182,10 +178,6 @@ def read_index(content: bytes, info: ShardInfo) -> ShardIndex:
             f"in {info.tokens}: they belong to different sets. Restore the folder or prepare the data again."
         )
     return ShardIndex(ends.astype(np.int64), content[start + 8 * documents :])
-
-
-def _encode_ids(ids: list[bytes]) -> bytes:
-    return np.cumsum([len(i) for i in ids], dtype="<u8").tobytes() + b"".join(ids)
 
 
 def decode_ids(content: bytes, info: ShardInfo) -> list[str]:
