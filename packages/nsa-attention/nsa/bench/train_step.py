@@ -4,9 +4,7 @@ Both in one process on the same tokens: forward, loss, backward, clip, AdamW, as
 autocast over fp32 weights). The dense model has the same queries, one set of keys and values per group, RoPE, SDPA.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,11 +65,8 @@ class _TrainStep:
         )
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def _arithmetic(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == "bf16" else nullcontext()
-
     def gradients(self) -> dict[str, Tensor]:
-        with self._arithmetic():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16"):
             loss = self.model.loss(self.tokens_BS, self.labels_BS)
         loss.backward()
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
