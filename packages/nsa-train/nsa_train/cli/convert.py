@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from nsa_train.cli.outputs import ProgressLine, print_json, print_line, print_re
 if TYPE_CHECKING:
     from nsa_train.convert.dense.convert_folder import ConvertedModel, DenseExport
 
-export_app = typer.Typer(help="Export a checkpoint for other software.", no_args_is_help=True)
-import_app = typer.Typer(help="Import a model of other software as a checkpoint.", no_args_is_help=True)
+# With a callback, a group of one command keeps its name.
+_group = partial(typer.Typer, no_args_is_help=True, callback=lambda: None)
+export_app = _group(help="Export a checkpoint for other software.")
+import_app = _group(help="Import a model of other software as a checkpoint.")
 
 
 def _existing_folder(path: Path) -> Path:
@@ -186,16 +189,6 @@ def _dense_lines(exported: "DenseExport", out: Path) -> Iterator[str]:
         yield f"left out: {name} of {layers} layers, which {exported.architecture} does not have"
     if exported.missing_files:
         yield f"not copied, because they are no longer there: {', '.join(exported.missing_files)}"
-
-
-@export_app.callback()
-def _export() -> None:
-    """Export a checkpoint for other software."""
-
-
-@import_app.callback()
-def _import() -> None:
-    """Import a model of other software as a checkpoint."""
 
 
 @export_app.command("hf")

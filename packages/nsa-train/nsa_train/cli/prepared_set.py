@@ -15,7 +15,7 @@ from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.terminal_text import printable
 
 if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must not
-    from nsa_train.data.shards.manifest import LengthStats, ShardManifest
+    from nsa_train.data.shards.manifest import ShardManifest
     from nsa_train.data.source.read_report import NamedCount, ReadReport
     from nsa_train.data.tokenizer import Tokenizer
     from nsa_train.storage import StorageFolder
@@ -132,20 +132,19 @@ def stats(prepared: str = _SET, as_json: bool = JSON) -> None:
         print_json({"set": prepared, "lengths": {s: asdict(of) for s, of in statistics.items()}})
         return
     # One line per number: a line per split would not fit 80 columns.
-    lengths = [_lengths(of) for of in statistics.values()]
+    lengths = [
+        {
+            "documents": f"{of.documents:,}",
+            "tokens": f"{of.tokens:,}",
+            "mean": f"{of.mean:,.1f}",
+            **{name: f"{of.percentiles.get(percent, 0):,}" for name, percent in _PERCENTILES.items()},
+            "longest": f"{of.longest:,}",
+        }
+        for of in statistics.values()
+    ]
     _print_table(
         "document length in tokens", ["", *statistics], [[name, *(of[name] for of in lengths)] for name in lengths[0]]
     )
-
-
-def _lengths(of: "LengthStats") -> dict[str, str]:
-    return {
-        "documents": f"{of.documents:,}",
-        "tokens": f"{of.tokens:,}",
-        "mean": f"{of.mean:,.1f}",
-        **{name: f"{of.percentiles.get(percent, 0):,}" for name, percent in _PERCENTILES.items()},
-        "longest": f"{of.longest:,}",
-    }
 
 
 def _open_set(prepared: str) -> "tuple[StorageFolder, ShardManifest]":
@@ -250,7 +249,7 @@ def _print_report(source: str, report: "ReadReport") -> None:
     if report.encodings:
         print_line("Not plain UTF-8:")
     for encoding, entry in report.encodings.items():
-        print_line(f"  {_files(entry.count)} read as {encoding}: {_names(entry)}")
+        print_line(f"  {entry.count:,} file{'s' * (entry.count != 1)} read as {encoding}: {_names(entry)}")
     if any(not name.startswith(("UTF", "damaged")) for name in report.encodings):
         print_line("  If an encoding is wrong, prepare into another folder with --encoding NAME.")
 
@@ -269,10 +268,6 @@ def _numbers(counted: Any) -> list[str]:
 def _names(entry: "NamedCount") -> str:
     more = entry.count - len(entry.first)
     return ", ".join(printable(name, 100) for name in entry.first) + (f", and {more:,} more" if more else "")
-
-
-def _files(count: int) -> str:
-    return "1 file" if count == 1 else f"{count:,} files"
 
 
 def _preview(folder: "StorageFolder", manifest: "ShardManifest", tokenizer: "Tokenizer | None") -> list[dict[str, Any]]:

@@ -81,7 +81,11 @@ def _read_profile(requested: SettingText | None, config_path: Path) -> SettingsL
     if requested is None or requested.text in (None, "", RunConfig.TOY):
         return SettingsLayer()
     name = str(requested.text)
-    path = _find_profile(name, config_path)
+    if "/" in name or name.endswith((".yaml", ".yml")):
+        candidates = [Path(name), config_path.parent / name]
+    else:
+        candidates = [folder / f"{name}.yaml" for folder in _profile_folders(config_path)]
+    path = next(filter(os.path.isfile, candidates), None)  # False for an invalid name
     if path is None:
         known = sorted({file.stem for folder in _profile_folders(config_path) for file in folder.glob("*.yaml")})
         guess = nearest(name, known)
@@ -91,14 +95,6 @@ def _read_profile(requested: SettingText | None, config_path: Path) -> SettingsL
     if inner := layer.values.pop("profile", None):
         layer.problems.append(f"{inner.where}: a profile cannot name another profile. Write its values out.")
     return layer
-
-
-def _find_profile(name: str, config_path: Path) -> Path | None:
-    if "/" in name or name.endswith((".yaml", ".yml")):
-        candidates = [Path(name), config_path.parent / name]
-    else:
-        candidates = [folder / f"{name}.yaml" for folder in _profile_folders(config_path)]
-    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)  # False for an invalid name
 
 
 def _profile_folders(config_path: Path) -> tuple[Path, ...]:
