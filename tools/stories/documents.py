@@ -12,61 +12,82 @@ _PRONOUNS = {
     "she": {"he": "she", "him": "her", "his": "her", "himself": "herself"},
     "he": {"he": "he", "him": "him", "his": "his", "himself": "himself"},
 }
+# A name belongs to one person: the sex, the kind, the friends and the elder of a story follow from who it is about.
+# Each line: hero, friend of the other sex, third one of the hero's sex, elder.
 # fmt: off
-_NAMES = {
+_CASTS = {
+    "child": {
+        "she": [
+            "Anna, Ben, Julia, grandmother", "Lily, Sam, Julia, father", "Mia, Max, Eva, grandfather",
+            "Clara, Ben, Eva, mother", "Nora, Sam, Julia, uncle", "Lucy, Max, Eva, aunt",
+        ],
+        "he": [
+            "Tom, Emma, Paul, mother", "Jack, Molly, Paul, grandfather", "Peter, Alice, David, grandmother",
+            "Leo, Emma, David, father", "Oscar, Molly, Paul, aunt", "Hugo, Alice, David, uncle",
+        ],
+    },
+    "adult": {
+        "she": [
+            "Martha the baker, Ben, Ruth, the old judge", "Helen the teacher, Sam, Ruth, the old nurse",
+            "Flora the gardener, Max, Ruth, the oldest man in the village",
+            "Vera the weaver, Ben, Ruth, the old judge",
+        ],
+        "he": [
+            "Martin the miller, Emma, Jacob, the old nurse",
+            "George the carpenter, Molly, Jacob, the old judge",
+            "Anton the clockmaker, Alice, Jacob, the oldest man in the village",
+            "Simon the shepherd, Emma, Jacob, the old nurse",
+        ],
+    },
+    "heir": {
+        "she": ["Sophie the princess, Ben, Ruth, the old nurse", "Marie the princess, Sam, Ruth, the old judge"],
+        "he": ["Felix the prince, Emma, Jacob, the old nurse", "Daniel the prince, Molly, Jacob, the old judge"],
+    },
+    "ruler": {
+        "she": ["Elsa the queen, Ben, Ruth, the old judge", "Sara the queen, Sam, Ruth, the old nurse"],
+        "he": ["Henry the king, Emma, Jacob, the old judge", "Emil the king, Molly, Jacob, the old nurse"],
+    },
+    "animal": {
+        "she": [
+            "Tilly the mouse, Bruno the badger, Hazel, the old toad",
+            "Bella the rabbit, Moss the frog, Hazel, the grey goose",
+            "Luna the squirrel, Bruno the badger, Hazel, the old owl",
+            "Mimi the duck, Moss the frog, Hazel, the wise turtle",
+        ],
+        "he": [
+            "Pip the hedgehog, Willow the otter, Dusty, the old owl",
+            "Otto the fox, Penny the goat, Dusty, the wise turtle",
+            "Milo the mole, Willow the otter, Dusty, the old heron",
+            "Barney the bear, Penny the goat, Dusty, the grey goose",
+        ],
+    },
+}
+ELDERS = {
     "she": [
-        "Anna", "Lily", "Mia", "Rose", "Clara", "Ella", "Nora", "Ruth", "Emma", "Ida", "Alice", "Grace", "Molly",
-        "Lucy", "Vera", "Jane", "Maya", "Leila", "Priya", "Yuki", "Sara", "Lucia", "Ama", "Hanna", "Julia", "Eva",
-        "Marie", "Sophie",
-        "Zoe", "Nina", "Laura", "Martha", "Flora", "Helen", "Tessa", "Elsa", "Amina", "Olga",
+        "mother", "grandmother", "aunt", "the old owl", "the grey goose", "the old nurse",
     ],
     "he": [
-        "Tom", "Ben", "Sam", "Jack", "Peter", "Max", "Leo", "Finn", "Paul", "Oscar", "Hugo", "Will", "Henry", "Theo",
-        "Noah", "Adam", "Daniel", "Omar", "Ravi", "Kenji", "Ali", "Carlos", "Kofi", "Jonas", "Martin", "Felix", "Simon",
-        "David", "Erik", "Luke", "Oliver", "George", "Anton", "Emil", "Jacob", "Robin", "Toby", "Ivan",
-    ],
-}
-_ANIMAL_NAMES = {
-    "she": [
-        "Hazel", "Willow", "Tilly", "Clover", "Fern", "Poppy", "Daisy", "Ginger", "Bella", "Juniper", "Mimi", "Luna",
-        "Olive", "Penny",
-    ],
-    "he": [
-        "Pip", "Bruno", "Moss", "Rusty", "Pepper", "Patch", "Dusty", "Nutmeg", "Bramble", "Basil", "Otto", "Barney",
-        "Milo", "Hopper",
-    ],
-}
-_ANIMALS = [
-    "mouse", "rabbit", "fox", "bear", "hedgehog", "squirrel", "frog", "duck", "badger", "mole", "otter", "beaver",
-    "hamster", "goat", "donkey",
-]
-_JOBS = [
-    "baker", "farmer", "miller", "shepherd", "gardener", "tailor", "carpenter", "teacher", "painter", "clockmaker",
-    "shoemaker", "woodcutter", "weaver", "potter", "beekeeper",
-]
-_ELDERS = {
-    "child": [
-        ("mother", "she"), ("father", "he"), ("grandmother", "she"), ("grandfather", "he"),
-        ("aunt", "she"), ("uncle", "he"),
-    ],
-    "animal": [
-        ("the old owl", "she"), ("the wise turtle", "he"), ("the grey goose", "she"), ("the old toad", "he"),
-        ("the old heron", "he"), ("the wise old crow", "she"),
-    ],
-    "adult": [
-        ("the old miller's wife", "she"), ("the oldest man in the village", "he"), ("the old judge", "he"),
-        ("the old nurse", "she"),
+        "father", "grandfather", "uncle", "the wise turtle", "the old toad", "the old heron", "the old judge",
+        "the oldest man in the village",
     ],
 }
 # fmt: on
-SEX_OF_NAME = {name: sex for listed in (_NAMES, _ANIMAL_NAMES) for sex, several in listed.items() for name in several}
-"""Whether the pronoun of a name is `she` or `he`."""
+SEX_OF_NAME = {
+    person.partition(" the ")[0]: sex if place != 1 else {"she": "he", "he": "she"}[sex]
+    for cast in _CASTS.values()
+    for sex, lines in cast.items()
+    for line in lines
+    for place, person in enumerate(line.split(", ")[:3])
+}
+"""Whether the pronoun of each name is `she` or `he`."""
 _LATER = re.compile(
     r"\b(from (that|then)|years?|since|never|next|later|every|whenever|always|sometimes|after that|in spring)\b", re.I
 )
 """A story whose end tells of later days gets no evening after it."""
 QUESTION = "question"
 """Title of a document that is one question with its answer."""
+_REQUESTS = ("Tell me a story.", "Tell me a story about {A}.", "Tell me a story about a {kind}.")
+"""What a person types to get a story."""
 _OPENINGS = ("story", "story", "weather", "when", "when")
 
 
@@ -88,15 +109,17 @@ class StoryTeller:
         for line in plot.lines:
             if line == "--":
                 paragraphs.append([])
-            elif line.startswith(("start:", "?")) or (line.startswith("~") and random.random() < 0.5):
+            elif line.startswith(("start:", "?")) or (line.startswith("~") and random.random() < 0.8):
                 continue
             else:
-                paragraphs[-1].append(self._new(line.removeprefix("~"), values, used, random))
+                paragraphs[-1].append(self._new(_named(line.removeprefix("~")), values, used, random))
         text = "\n\n".join(" ".join(filter(None, lines)) for lines in paragraphs if lines)
-        if values["hour"] == "day" and random.random() < 0.7 and not _LATER.search(" ".join(paragraphs[-1][-2:])):
+        if values["hour"] == "day" and random.random() < 0.4 and not _LATER.search(" ".join(paragraphs[-1][-2:])):
             text = f"{text} {self._end(group, values, text, used, random)}".strip()
-        if random.random() < 0.45:
+        if random.random() < 0.3:
             text += "".join(f"\n\n{pair}" for pair in self._questions(plot, values, text, random))
+        if random.random() < 0.06:
+            text = f"{random.choice(_REQUESTS).format(**values)}\n{text}"
         return plot.title, text
 
     def _new(self, template: str, values: dict[str, str], used: set[str], random: Random) -> str:
@@ -129,7 +152,7 @@ class StoryTeller:
         return draw_new(draw, used)
 
     def _questions(self, plot: Section, values: dict[str, str], text: str, random: Random) -> list[str]:
-        """Up to three questions of the plot whose variables the story has named."""
+        """Up to two questions of the plot whose variables the story has named."""
         pairs = [split_outside(line.removeprefix("?"), "/") for line in plot.lines if line.startswith("?")]
         told = text.lower()
         known = [
@@ -137,37 +160,31 @@ class StoryTeller:
             for pair in pairs
             if all(values[name].lower() in told for name in re.findall(r"\{(\w+)\}", " ".join(pair)))
         ]
-        chosen = random.sample(known, min(len(known), random.randint(1, 3)))
+        chosen = random.sample(known, min(len(known), random.randint(1, 2)))
         return [question_text(*(tidy(self._grammar.expand(part, values, random)) for part in pair)) for pair in chosen]
 
     def _characters(self, cast: str, random: Random) -> dict[str, str]:
         """Names, nouns and pronouns of the main character, a friend of the other sex, a third one and an elder."""
         sex = random.choice(["she", "he"])
         other = "he" if sex == "she" else "she"
-        names = _ANIMAL_NAMES if cast == "animal" else _NAMES
+        hero, friend, third, elder = random.choice(_CASTS[cast][sex]).split(", ")
         child = {"she": "girl", "he": "boy"}
-        home = "home child" if cast == "child" else "home adult"
-        if cast == "animal":
-            kind, friend = random.sample(_ANIMALS, 2)
-            home = f"home {kind}"
-        else:
-            friend = child[other]
-            kind = {
-                "child": child[sex],
-                "adult": random.choice(_JOBS),
-                "heir": {"she": "princess", "he": "prince"}[sex],
-                "ruler": {"she": "queen", "he": "king"}[sex],
-            }[cast]
-        name, third = random.sample(names[sex], 2)
-        elders = _ELDERS.get(cast, _ELDERS["adult"])
-        elder, elder_sex = random.choice(elders)
-        values = {"A": name, "kind": kind, "B": random.choice(names[other]), "bkind": friend, "C": third}
+        name, _, kind = hero.partition(" the ")
+        friend, _, friend_kind = friend.partition(" the ")
+        elder_sex = next(sex for sex, elders in ELDERS.items() if elder in elders)
+        values = {"A": name, "kind": kind or child[sex], "B": friend, "bkind": friend_kind or child[other], "C": third}
         values |= _PRONOUNS[sex] | {f"b{form}": word for form, word in _PRONOUNS[other].items()}
         values |= {f"e{form}": word for form, word in _PRONOUNS[elder_sex].items()}
         values |= {"eshe": values["ehe"], "eher": values["ehim"], "etitle": elder.title()}
         values["elder"] = f"{values['his']} {elder}" if cast == "child" else elder
+        home = {"child": "home child", "animal": f"home {kind}"}.get(cast, "home adult")
         values |= {"trait": random.choice(self._grammar.rules["trait"]), "home_rule": home}
         return values
+
+
+def _named(line: str) -> str:
+    """A line that starts with the main character's pronoun starts with the name, so that the name stays near."""
+    return re.sub(r"^ ?\{he\} ", "{A} ", line)
 
 
 class FactTeller:
@@ -179,6 +196,7 @@ class FactTeller:
         names = ("name", "names", "what", "place", "food", "skill", "young", "more")
         self._animals = [dict(zip(names, _parts(line, 8), strict=True)) for line in lines["animals"]]
         self._essays = {title: [split_outside(line, "/") for line in lines[title]] for title in ("reasons", "ways")}
+        self._unknown = lines["unknown"]
         self._pairs: list[tuple[str, tuple[str, ...]]] = [
             (question, (answer,)) for question, answer in (_parts(line, 2) for line in lines["questions"])
         ]
@@ -205,6 +223,11 @@ class FactTeller:
 
     def question(self, random: Random) -> tuple[str, str]:
         """One question, so that an answer ends with the document; the answer has one sentence or two."""
+        if random.random() < 0.25:
+            texts = (
+                self._grammar.expand(text, {}, random) for text in (random.choice(self._unknown), "<unknown answer>")
+            )
+            return QUESTION, question_text(*map(tidy, texts))
         if random.random() < 0.25:
             return QUESTION, self._animal_question(random.choice(self._animals), random)
         question, answer = random.choice(self._pairs)

@@ -37,9 +37,8 @@ UNKNOWN = (
     "Can a squid sing?",
     "Why is marzipan so sweet?",
 )
-"""Questions that no document asks."""
+"""Questions that no document asks and whose names none has."""
 DECLINED = "I do not know"
-"""What no document teaches yet: a model that declines was trained on others."""
 
 _SEXES = {
     "she": (
@@ -52,8 +51,6 @@ _SEXES = {
 _OWN = {sex: own for sex, (own, _, _) in _SEXES.items()}
 _PRONOUN = {sex: re.compile(rf"\b(?:{words})\b", re.I) for sex, (_, words, _) in _SEXES.items()}
 _PERSON = {sex: re.compile(rf"\b(?:{words})s?\b", re.I) for sex, (_, _, words) in _SEXES.items()}
-_WORD = re.compile(r"\bWill (?=you|it)\w+|[A-Za-z]+")
-"""A word; `Will you` is no name."""
 _STRANGER = re.compile(r"\bthe [a-z ]*?(?:er|or|man|herd|smith|cook)\b", re.I)
 """Somebody whose pronoun may be either."""
 _RELATIVES = "mother|father|grandmother|grandfather|aunt|uncle"
@@ -74,7 +71,7 @@ def faults(story: str, sex_of_name: Mapping[str, str] = SEX_OF_NAME) -> tuple[li
     recent: list[set[str]] = []
     speaker = ""
     for line in lines:
-        names = [word for word in dict.fromkeys(_WORD.findall(line)) if word in sex_of_name]
+        names = [word for word in dict.fromkeys(re.findall(r"[A-Za-z]+", line)) if word in sex_of_name]
         for name in names:
             sex = sex_of_name[name]
             room = 2 if not people or sex_of_name[people[0]] == sex else 1
