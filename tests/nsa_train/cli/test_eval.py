@@ -102,6 +102,20 @@ def test_an_exported_folder_is_evaluated_and_stays_as_it_was(run, tmp_path):
     assert (tmp_path / "again" / "README.md").read_bytes() == (tmp_path / "exported" / "README.md").read_bytes()
 
 
+def test_results_of_the_model_of_the_package_go_to_the_current_folder(run, tmp_path, monkeypatch):
+    installed = tmp_path / "site-packages" / "pretrained"
+    export_folder(run, installed)
+    monkeypatch.setattr("nsa_train.cli.model_options.PRETRAINED_MODEL", installed)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    done = evaluate("--pretrained", "--tasks", "needle", *FAST)
+    assert done.exit_code == 0, done.output
+    results = tmp_path / "here" / "pretrained_evaluations" / "step20.json"
+    assert set(json.loads(results.read_text())["results"]) == {"needle"}
+    assert f"wrote {results.relative_to(tmp_path / 'here')}" in done.stdout
+    assert [*installed.parent.iterdir()] == [installed]
+
+
 def test_the_same_seed_gives_the_same_results(run, tmp_path):
     cells = []
     for name in ("a", "b"):

@@ -58,6 +58,8 @@ COMMANDS = (
     Mistake("tabs in YAML", "config check HERE/broken.yaml", CONFIG, ("broken.yaml:2", "spaces")),
     Mistake("a key given twice", "config check HERE/twice.yaml", CONFIG, ("twice.yaml:3", "train.steps", "Keep one")),
     Mistake("an unknown hardware target", "estimate CONFIG --target h1000", CONFIG, ("h1000", "h100")),
+    Mistake("an unknown GPU to plan for", "plan CONFIG --gpus h1000:8", CONFIG, ("--gpus h1000", "h100")),
+    Mistake("a plan for no GPUs", "plan CONFIG", CONFIG, ("--gpus", "was not given", "--gpus h100-80gb:")),
     Mistake("an unknown rule to allow", f"{NEW_RUN} --allow flsh", CONFIG, ("flsh", "flash")),
     # The machine
     Mistake("a GPU that is not there", f"{NEW_RUN} runtime.device=cuda", CONFIG, ("runtime.device", "cuda", "cpu")),

@@ -24,7 +24,10 @@ _AGAINST_HELP = "Compare with this model: the dense folder that was converted, o
 _LENGTHS_HELP = "Tokens of far tasks (default: the training length, at least 1k)."
 _HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out documents)."
 _LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
-_OUT_HELP = "Results file (default: RUN/evaluations/stepN.json, or EXPORTED_evaluations/stepN.json)."
+_OUT_HELP = (
+    "Results file (default: RUN/evaluations/stepN.json, EXPORTED_evaluations/stepN.json, or for --pretrained "
+    "./pretrained_evaluations/stepN.json)."
+)
 _WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -99,7 +102,7 @@ def evaluate(
         model, device=device, dtype=dtype, tokenizer=tokenizer, key_file=key_file, needs_text=lm_eval is not None
     )
     reference = None if against is None else open_reference(against, loaded, key_file=key_file)
-    path = out or results_file(loaded.source)
+    path = out or results_file(loaded.source, here=pretrained)
     require_writable_file(path)
     require_mergeable(path)
     if lm_eval is None:

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from nsa.errors import ConfigError, NSAError
 from nsa.options import SELECTING_KINDS
 from nsa_train.cli.config import resolve
+from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.estimate import ARGUMENTS_HELP, EFFICIENCY_HELP, PRICE_HELP, duration, memory_bytes, size
 from nsa_train.cli.outputs import ProgressLine, print_json, table_console
 
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
 
 _AS_THEY_ARE = ("compute_s", "overlapped_s", "exposed_s", "step_s", "tokens_per_s", "wall_s", "usd")
 """Figures of a layout that `--json` prints under their own names."""
-_GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024."
+_GPUS_HELP = "GPUs as NAME:COUNT, e.g. h100-80gb:1024 (required)."
 _MTBF_HELP = "GPU-hours per failure (default: Llama 3's 419 interruptions in 54 days on 16,384 GPUs)."
 
 
 def plan(
     arguments: list[str] = typer.Argument(None, metavar="CONFIG KEY=VALUE", help=ARGUMENTS_HELP),
-    gpus: str = typer.Option(..., help=_GPUS_HELP),
+    gpus: str = typer.Option(None, help=_GPUS_HELP),
     top: int = typer.Option(8, min=1, help="Layouts in the table."),
     execute: bool = typer.Option(False, "--execute", help="Run a step of the best layout on fake tensors."),
     all_layers: bool = typer.Option(False, "--all-layers", help="With --execute: all layers instead of a few."),
@@ -49,14 +51,18 @@ def plan(
     **Examples:** `nsa plan base_7b_128k --gpus h100-80gb:128`,
     `nsa plan base_7b_1m --gpus h100-80gb:1024 --execute`
     """
+    if gpus is None:
+        raise ConfigError(
+            "--gpus was not given: layouts depend on the GPU and on their number. Add --gpus h100-80gb:8."
+        )
     config = resolve(arguments or [])
+    require_packages(*DATA_PACKAGES)
 
-    from nsa.errors import ConfigError
     from nsa_train.planning.hardware import parse_target
     from nsa_train.planning.layout_plan import LLAMA3_GPU_HOURS, FailureModel, plan_layouts
     from nsa_train.train.datasets import vocabulary
 
-    target = parse_target(gpus, config.runtime.device)
+    target = parse_target(gpus, config.runtime.device, option="--gpus")
     failures = FailureModel(gpu_hours_per_failure or LLAMA3_GPU_HOURS, restart_s, storage_gb_s)
     vocab_size = config.model.vocab_size or vocabulary(config)
     with ProgressLine("comparing layouts") as line:
@@ -98,7 +104,6 @@ def simulate_in_child(
 ) -> "StepCounts":
     """`simulate_step` of one of the target's ranks, in a process of its own."""
     from nsa.child_process import ChildFailed, ChildProcess
-    from nsa.errors import ConfigError, NSAError
     from nsa_train.planning.collective_bytes import StepCounts
     from nsa_train.planning.hardware import RANKS_PER_NODE
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nsa.errors import DataError
+from nsa_train.cli.early_checks import DATA_PACKAGES, require_packages
 from nsa_train.cli.outputs import print_json, print_line
 from nsa_train.terminal_text import printable
 
@@ -20,7 +21,17 @@ if TYPE_CHECKING:  # the data libraries take a second to import; `--help` must n
     from nsa_train.data.tokenizer import Tokenizer
     from nsa_train.storage import StorageFolder
 
-_SET = typer.Argument(metavar="SET", help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.")
+
+def _require_data_packages(prepared: str) -> str:
+    require_packages(*DATA_PACKAGES)
+    return prepared
+
+
+_SET = typer.Argument(
+    metavar="SET",
+    callback=_require_data_packages,
+    help="Prepared set: folder or s3:// prefix written by `nsa data prepare`.",
+)
 JSON = typer.Option(False, "--json", help="Print one JSON object and nothing else on stdout.")
 _PERCENTILES = {"5 %": 5, "median": 50, "95 %": 95, "99 %": 99}
 _PREVIEWED_DOCUMENTS, _PREVIEWED_TOKENS = 3, 64

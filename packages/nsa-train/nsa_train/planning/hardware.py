@@ -158,15 +158,15 @@ DEVICES[CPU] = HardwareDevice(CPU, 16.0, 0.05, 0.05, 20, 0.10)
 _CORE_TFLOPS = 0.05  # one core's vector units, in round figures
 
 
-def parse_target(text: str, runtime_device: str = "auto") -> HardwareTarget:
+def parse_target(text: str, runtime_device: str = "auto", option: str = "--target") -> HardwareTarget:
     """`NAME` or `NAME:COUNT`, e.g. a100-80gb:2; `here` is this machine, as `runtime.device` makes use of it."""
     name, colon, count = text.strip().lower().partition(":")
     if name not in (_HERE, *DEVICES):
         guess = nearest(name, (_HERE, *DEVICES))
         hint = f"Did you mean {guess}?" if guess else "Choose one."
-        raise ConfigError(f"--target {text} names no hardware that is known: {_HERE}, {', '.join(DEVICES)}. {hint}")
+        raise ConfigError(f"{option} {text} names no hardware that is known: {_HERE}, {', '.join(DEVICES)}. {hint}")
     if colon and (not count.isdecimal() or int(count) < 1):
-        raise ConfigError(f"--target {text}: after the colon stands how many there are. Write e.g. {name}:2.")
+        raise ConfigError(f"{option} {text}: the number after the colon must be 1 or more. Write e.g. {name}:2.")
     ranks = int(count) if colon else 1
     return hardware_here(runtime_device, ranks) if name == _HERE else HardwareTarget(DEVICES[name], ranks)
 

@@ -271,15 +271,16 @@ def _name(loaded: LoadedModel) -> str:
     return loaded.source.path.name
 
 
-def results_file(source: ModelSource) -> Path:
+def results_file(source: ModelSource, *, here: bool = False) -> Path:
     """Default file for the results of a model: in its run folder, or beside an exported folder, which holds a model and
-    nothing else: the next export replaces it."""
+    nothing else: the next export replaces it. With `here` in the current folder, for the model of the package."""
     path = source.path
     if names.step_of(path.name) is not None:
         run = path.parent.parent if path.parent.name == names.CHECKPOINTS else path.parent
         return evaluation_file(run, source.step)
-    beside = path.with_name(f"{path.name}_{names.EVALUATIONS}") if path.is_dir() else path.parent / names.EVALUATIONS
-    return beside / names.evaluation(source.step)
+    apart = f"{path.name}_{names.EVALUATIONS}"
+    beside = path.with_name(apart) if path.is_dir() else path.parent / names.EVALUATIONS
+    return (Path(apart) if here else beside) / names.evaluation(source.step)
 
 
 class _TaskProgress:
