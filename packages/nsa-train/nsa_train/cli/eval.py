@@ -57,8 +57,8 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model: held-out loss by position, far tasks, or tasks of lm-evaluation-harness.
 
-    With --against DENSE the same of another model beside it, how far the two agree, and which sparse layers cause the
-    difference.
+    With --against DENSE it evaluates another model too, and reports how far the two agree and which sparse layers cause
+    the difference.
 
     Accuracy of a far task: how often the right answer is more likely than the other candidates; chance is printed
     beside it. Exact match: how often greedy decoding gives it. Results are added to a JSON file beside the checkpoint,
