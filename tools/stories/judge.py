@@ -105,11 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a run, a checkpoint or an exported folder")
     parser.add_argument("--stories", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--print", type=int, default=0, metavar="N", dest="shown", help="print the first N stories")
     args = parser.parse_args()
     loaded = load_model(args.model, device="cpu")
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(args.stories)]
-    texts = loaded.generate(prompts, max_new_tokens=220, temperature=0.5, top_p=0.95, seed=1)
+    texts = loaded.generate(prompts, max_new_tokens=220, temperature=0.5, top_p=0.95, seed=args.seed)
     stories = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     results = [faults(story) for story in stories]
     for story, (wrong, _) in list(zip(stories, results, strict=True))[: args.shown]:

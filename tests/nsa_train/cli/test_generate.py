@@ -27,6 +27,7 @@ from nsa_train.shipped import STORIES
 from tests import fork_server
 from tests.nsa_train.train.runs import ROOT, environment
 from tests.trained_runs import write_run
+from tools.stories.judge import faults
 
 SHORT = ("--greedy", "-n", "12")
 
@@ -206,14 +207,20 @@ def test_progress_is_silent_at_first_and_then_says_what_is_done(capfd, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("question", "word"), [("What do cows eat?", "grass"), ("What is a rainbow?", "colours"), ("Can a dog fly?", "No")]
+    ("question", "word"),
+    [
+        ("What do cows eat?", "grass"),
+        ("What is a rainbow?", "colours"),
+        ("Can a dog fly?", "No"),
+        ("What is a spaceship?", "I do not know"),
+    ],
 )
-def test_the_pretrained_model_answers_what_it_has_read(question, word):
+def test_the_pretrained_model_answers_what_it_has_read_and_declines_the_rest(question, word):
     assert word in invoke("chat", "--pretrained", "--temperature", "0", typed=f"{question}\n").stdout
 
 
 def test_the_pretrained_model_tells_a_story_of_known_words():
-    """Every word that it writes in five stories is one of the shipped text."""
+    """Every word that it writes in five stories is one of the shipped text, and the stories stay with their people."""
     known = set(re.findall(r"[a-z]+", " ".join(pyarrow.parquet.read_table(STORIES)["text"].to_pylist()).lower()))
     words = ["generate", "--pretrained", *(["-p", "Once upon a time"] * 5), "--temperature", "0.5", "--seed", "1"]
     texts = [record["text"] for record in records(invoke(*words, "-n", "150", "--json"))]
@@ -221,6 +228,8 @@ def test_the_pretrained_model_tells_a_story_of_known_words():
     written = [word for text in texts for word in re.findall(r"[a-z]+", text.lower().rsplit(" ", 1)[0])]
     assert len(written) > 300
     assert sum(word in known for word in written) >= 0.99 * len(written)
+    wrong = [line for text in texts for line in faults(f"Once upon a time{text}")[0]]
+    assert len(wrong) <= 2, wrong
 
 
 def test_a_space_at_the_end_of_a_prompt_is_left_to_the_next_word(loaded):
