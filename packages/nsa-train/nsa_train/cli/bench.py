@@ -16,7 +16,7 @@ from nsa.errors import ConfigError
 from nsa_train.cli.outputs import require_writable_file, table_console
 
 app = typer.Typer(
-    help="Compare the attention's speed with dense SDPA's, in interleaved rounds. No speed-up is printed for a wrong result.",
+    help="Time the attention and dense SDPA in interleaved rounds. No speed-up is printed for a wrong result.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
