@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from nsa.core.nsa_attention import NSAAttention
 from nsa.geometry import Geometry
-from nsa.kernels import portable
+from nsa.kernels import portable, precision
 from nsa.kernels.interface import BranchInputs
 
 # Floating-point sums whose order on CUDA is that in which threads arrive (torch.use_deterministic_algorithms lists
@@ -79,6 +80,8 @@ class RecordedOperations(TorchDispatchMode):
         super().__init__()
         self.atomic: list[str] = []
         self.uploads: list[str] = []
+        self.products: list[tuple[str, tuple[torch.dtype, ...], torch.dtype]] = []
+        """Of matrices: operation, dtypes of the operands and of the result."""
         self.new_bytes = 0
         """Of all tensors that operations made."""
         self.live_bytes = self.peak_bytes = 0
@@ -92,6 +95,8 @@ class RecordedOperations(TorchDispatchMode):
         result = func(*args, **kwargs)
         name, inputs = func.__name__, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if name.startswith(("mm", "bmm", "mv", "addmm", "baddbmm")):
+            self.products.append((name, tuple(x.dtype for x in inputs), outputs[0].dtype))
         devices = {x.device.type for x in (*inputs, *outputs)}
         if len(devices) > 1 and any(x.is_cpu for x in inputs) and not _makes_rotations():
             self.uploads.append(name)
@@ -151,6 +156,20 @@ def recorded_on_meta() -> Iterator[RecordedOperations]:
 def fake_gpu() -> Iterator[RecordedOperations]:
     with IndexingWithoutDevice(), FakeTensorMode(), RecordedOperations() as recorded:
         yield recorded
+
+
+@contextmanager
+def wide_products_on_cpu() -> Iterator[None]:
+    """The CPU as a device that multiplies bf16 and fp16 in fp32: such products are exact there, as in tensor cores, so
+    that only the order of sums may differ from a GPU's."""
+
+    def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    with mock.patch.object(precision, "WIDE_PRODUCTS", ("cpu",)), torch.library._scoped_library("aten", "IMPL") as ops:
+        for name in ("mm.dtype", "bmm.dtype"):
+            ops.impl(name, product, "CPU")
+        yield
 
 
 def meta_attention(**options: Any) -> NSAAttention:

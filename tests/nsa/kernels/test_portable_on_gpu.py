@@ -4,21 +4,30 @@ Its static path is also run on the CPU, against the reference; what a GPU would 
 tensors.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
+from nsa.check.comparison import relative_rms
 from nsa.core.functional import NSAOutput, nsa_attention
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
-from nsa.kernels import portable
+from nsa.kernels import portable, precision
 from nsa.kernels.interface import BranchInputs
 from nsa.kernels.portable import chunk
 from nsa.kernels.registry import BACKENDS
 from tests.attention_options import KV_PROJECTIONS, PHIS
 from tests.covering_cases import each_pair
 from tests.nsa.kernels import test_backends as exact
-from tests.nsa.kernels.fake_gpu import fake_attention, fake_gpu, meta_attention, recorded_on_meta
+from tests.nsa.kernels.fake_gpu import (
+    fake_attention,
+    fake_gpu,
+    meta_attention,
+    recorded_on_meta,
+    wide_products_on_cpu,
+)
 from tests.shapes import GEOMETRIES, HEADS, attention_args
 
 BRANCHES = ["compressed", "selected", "sliding"]
@@ -27,8 +36,10 @@ BASE = Geometry(**GEOMETRIES["seed"])
 
 @pytest.fixture
 def static(monkeypatch):
-    """The CPU as a device whose values the host does not read."""
+    """The CPU as a device whose values the host does not read, and that multiplies bf16 and fp16 as they are."""
     monkeypatch.setattr(chunk, "READABLE_DEVICES", ())
+    with wide_products_on_cpu():
+        yield
 
 
 def layout_of(kind: str, length: int, g: Geometry):
@@ -77,6 +88,49 @@ def test_static_shapes_give_what_the_reference_gives(static, monkeypatch, branch
     got = case.out_and_gradients(BACKENDS["portable"].functions, branch)
     for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_half_precision_products_lose_half_a_unit_of_the_last_place(static, branch, dtype):
+    """RMS of the error relative to fp64, and at most half more than with all operands in fp32, as on the CPU."""
+    case = exact.Case("plain", "showcase", (6, 2), dtype)
+    want = case.out_and_gradients(exact.REFERENCE, branch, torch.float64)
+    got = case.out_and_gradients(BACKENDS["portable"].functions, branch)
+    with mock.patch.object(precision, "WIDE_PRODUCTS", ()):
+        widened = case.out_and_gradients(BACKENDS["portable"].functions, branch)
+    for a, b, c in zip(got, widened, want, strict=True):
+        assert relative_rms(a, c) <= min(torch.finfo(dtype).eps / 2, 1.5 * relative_rms(b, c))
+
+
+def test_products_on_the_cpu_are_those_of_torch_before_it_rounds_them(static):
+    """torch's own bf16 product accumulates in fp32 and rounds once."""
+    torch.manual_seed(0)
+    a, b = torch.randn(3, 40, 512).bfloat16(), torch.randn(3, 512, 24).bfloat16()
+    ours = chunk.product(a, b)
+    assert ours.dtype == torch.float32
+    exact_products = a.double() @ b.double()
+    assert relative_rms(ours, exact_products) < 1e-6
+    torch.testing.assert_close(ours.bfloat16(), a @ b, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_gpu_multiplies_half_precision_as_it_is(branch):
+    """Every product has bf16 operands and a result in fp32."""
+    with fake_gpu() as recorded:
+        pos, start, first, begin, _ = layout_of("plain", 1024, BASE)
+        n = begin.shape[1] if branch == "compressed" else 1024
+        q, k, v = empty(1, 1024, 2, 6, 64), empty(1, n, 2, 64), empty(1, n, 2, 64)
+        idx = portable.select(q, empty(1, begin.shape[1], 2, 64), pos, first, BASE, 0.1)
+        half = ("bmm.dtype", (torch.bfloat16,) * 2, torch.float32)
+        assert half in recorded.products
+        recorded.products.clear()  # masses are multiplied by the strides of a block, too, in fp32
+        at = first if branch == "compressed" else start
+        x = BranchInputs(branch, q, k, v, idx if branch == "selected" else None, pos, at, BASE, 0.1)
+        out, lse = portable.attend_forward(x)
+        portable.attend_backward(x, out, lse, empty(*out.shape), None)
+    assert lse.dtype == torch.float32
+    assert {*recorded.products} == {half}
 
 
 OTHER_TESTS = {

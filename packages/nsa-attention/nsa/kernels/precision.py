@@ -25,6 +25,15 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+WIDE_PRODUCTS = ("cuda",)
+"""Devices where torch multiplies matrices of bf16 or fp16 as they are, in fp32, and returns that."""
+
+
+def multiplies_wide(x: Tensor) -> bool:
+    """Whether products of tensors of this dtype and device need no operand in fp32: tensor cores lose nothing."""
+    return x.device.type in WIDE_PRODUCTS and x.dtype in (torch.float16, torch.bfloat16)
+
+
 def require_one_dtype(q: Tensor, k: Tensor, v: Tensor | None = None) -> None:
     if q.dtype == k.dtype and (v is None or q.dtype == v.dtype):
         return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa.errors import ConfigError
 from nsa.kernels.custom_operator import ReverseModeFunction, custom_operator, with_gradient
-from nsa.kernels.precision import widest_float
+from nsa.kernels.precision import multiplies_wide, widest_float
 
 IGNORE = -100
 _CHUNK_ELEMENTS = 1 << 22  # logits, or elements of the weight in fp32, that exist at once
@@ -172,15 +172,10 @@ def _weight_blocks(weight_VD: Tensor) -> Iterator[slice]:
     return (slice(begin, begin + rows) for begin in range(0, weight_VD.shape[0], rows))
 
 
-def _multiplies_wide(x: Tensor) -> bool:
-    """Whether the device multiplies tensors of this dtype with a result in fp32."""
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-
-
 def _logits(x_nD: Tensor, weight_VD: Tensor) -> Tensor:
     """x·Wᵀ, accumulated and returned in at least fp32."""
     wide = _wide(x_nD)
-    if _multiplies_wide(x_nD):
+    if multiplies_wide(x_nD):
         return torch.mm(x_nD, weight_VD.T, out_dtype=wide)
     if x_nD.dtype == wide:
         return x_nD @ weight_VD.T
@@ -196,7 +191,7 @@ def _add_gradients(dlogits_nV: Tensor, x_nD: Tensor, weight_VD: Tensor, dx_nD: T
     if x_nD.dtype == wide:
         torch.mm(dlogits_nV, weight_VD, out=dx_nD)
         dweight_VD.addmm_(dlogits_nV.T, x_nD)
-    elif _multiplies_wide(x_nD):
+    elif multiplies_wide(x_nD):
         dlogits_nV = dlogits_nV.to(x_nD.dtype)
         torch.mm(dlogits_nV, weight_VD, out=dx_nD)
         for at in _weight_blocks(weight_VD):

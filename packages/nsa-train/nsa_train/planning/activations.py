@@ -318,17 +318,21 @@ def _slots(config: RunConfig, one: ForwardPass) -> int:
 
 
 def _window_pieces(config: RunConfig, one: ForwardPass) -> int:
-    """Portable kernels on a GPU: queries and their gradients copied for each window of keys that they chose, scores and
-    their gradients, and keys and values of each piece, with theirs. All in fp32, two entries per choice (packed)."""
+    """Portable kernels on a GPU: the inputs without numbers that are not finite; queries and gradients of outputs,
+    copied for each window of keys that they chose; keys and values of each piece; then scores and their gradients in
+    fp32, or gradients of queries and keys with the scores' as an operand. Two entries per choice (packed)."""
     model, geometry = config.model, config.nsa.geometry
     widths, l_sel = model.d_k + model.d_v, geometry.l_sel
-    groups = model.n_kv_groups // one.tp
+    groups, heads = model.n_kv_groups // one.tp, model.n_heads // model.n_kv_groups
     per_query = 2 * geometry.n_sel * groups
-    largest = per_query * (model.n_heads // model.n_kv_groups) * max(model.d_k, model.d_v, l_sel)
+    largest = per_query * heads * max(model.d_k, model.d_v, l_sel)
     entries = min(one.tokens, max(one.rows, OTHER_ELEMENTS // largest)) * per_query
     pieces = entries // WINDOW_PIECE + one.rows * groups * geometry.n_blocks(one.seq_len)
-    rows = pieces * WINDOW_PIECE * (model.n_heads // model.n_kv_groups)
-    return FP32 * (rows * (widths + model.d_k + 2 * l_sel) + 2 * pieces * l_sel * widths)
+    rows, keys = pieces * WINDOW_PIECE * heads, pieces * l_sel
+    cleaned = one.tokens * groups * (heads * (widths + model.d_v) + widths)
+    copies = one.width * (cleaned + widths * (rows + keys)) + FP32 * keys * model.d_v
+    of_scores = 2 * FP32 * rows * l_sel
+    return copies + max(of_scores, one.width * rows * l_sel + FP32 * (rows + keys) * model.d_k)
 
 
 def _portable_workspace(config: RunConfig, one: ForwardPass) -> int:

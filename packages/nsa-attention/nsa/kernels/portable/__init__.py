@@ -5,7 +5,9 @@ are static, the host reads no value, and every sum has one writer and a fixed or
 
 Plain matrix products instead of `scaled_dot_product_attention`: it returns no log-sum-exp, has no kernel for
 d_k ≠ d_v, and its causal flag is aligned to the wrong corner for unequal lengths. Scores are kept in fp32 whatever the
-inputs are; only inputs and outputs are rounded. Backward recomputes each chunk from the saved log-sum-exp.
+inputs are; only inputs and outputs are rounded. Backward recomputes each chunk from the saved log-sum-exp. A GPU
+multiplies bf16 and fp16 as they are, with a result in fp32 (`chunk.product`): there probabilities and the gradients of
+scores are rounded to that dtype before they are multiplied, as in the Triton kernels.
 
 Numbers that are not finite: what a query does not see is multiplied by a weight of 0, and 0 · NaN is NaN. So inputs
 that are not finite are replaced by 0, and what they belong to is marked by one NaN that a mask removes: a key is NaN

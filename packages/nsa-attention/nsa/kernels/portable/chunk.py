@@ -4,10 +4,13 @@ Shapes as in `nsa.kernels.reference`; additionally c queries of a chunk · U key
 `hidden` broadcasts to the scores with their rows unflattened to (c, R).
 """
 
+from math import frexp
+
 import torch
 from torch import Tensor
 
 from nsa.kernels.interface import Gradients
+from nsa.kernels.precision import multiplies_wide
 
 # Elements of the largest temporary. On a CPU it should stay in the second-level cache; elsewhere launches dominate.
 CPU_ELEMENTS = 1 << 19
@@ -20,7 +23,7 @@ for all work before it, so they follow from shapes alone."""
 
 def attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     e, total, top = softmax(scores(q, k, scale), hidden)
-    return (e @ v) / total, (top + _log_of_sum(e, total)).squeeze(-1)
+    return product(e.to(v.dtype), v) / total, (top + total.log()).squeeze(-1)
 
 
 def gradients(
@@ -28,19 +31,32 @@ def gradients(
 ) -> Gradients:
     p = scores(q, k, scale).sub_(lse.masked_fill(lse == -torch.inf, 0)).exp_()
     p = _hide(p, hidden, 0)  # afterwards: the log-sum-exp may be NaN, and hidden keys get no gradient even then
-    dv = p.transpose(-1, -2) @ dout
-    ds = (dout @ v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
-    return ds @ k, ds.transpose(-1, -2) @ q, dv
+    dv = product(p.to(dout.dtype).transpose(-1, -2), dout)
+    ds = product(dout, v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
+    del p  # as large as ds
+    ds = ds.to(k.dtype)
+    return product(ds, k), product(ds.transpose(-1, -2), q), dv
 
 
 def row_correction(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
     """`delta` of `gradients`: what the softmax takes off every score's gradient, less what `dlse` adds to it."""
-    delta = (dout * out).sum(-1, keepdim=True)
+    delta = (wide(dout) * wide(out)).sum(-1, keepdim=True)
     return delta if dlse is None else delta.sub_(dlse)
 
 
 def scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return (q * scale) @ k.transpose(-1, -2)
+    k = k.transpose(-1, -2)
+    if multiplies_wide(q) and frexp(scale)[0] != 0.5:  # unless it is a power of two, scaled queries are rounded
+        return product(q, k).mul_(scale)
+    return product(q * scale, k)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in fp32 or wider."""
+    if not multiplies_wide(a):
+        return a @ b
+    out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=torch.float32)
+    return out.view(*a.shape[:-2], *out.shape[-2:])
 
 
 def _hide(s: Tensor, hidden: Tensor, value: float = -torch.inf) -> Tensor:
@@ -50,27 +66,26 @@ def _hide(s: Tensor, hidden: Tensor, value: float = -torch.inf) -> Tensor:
 
 
 def softmax(s: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(s − top), its row sums (1 where a row sees nothing: its exponentials are all 0), and top."""
+    """exp(s − top), its row sums, and top. Where a row sees nothing, all exponentials are 0, their sum is given as 1,
+    and top is −inf."""
     s = _hide(s, hidden)
     top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -torch.inf)
-    top = top.masked_fill(top == -torch.inf, 0)
-    e = s.sub_(top).exp_()
+    e = s.sub_(top.masked_fill(top == -torch.inf, 0)).exp_()
     total = e.sum(-1, keepdim=True)
     return e, total.masked_fill(total == 0, 1), top
 
 
-def _log_of_sum(e: Tensor, total: Tensor) -> Tensor:
-    # A visible row holds its own maximum, exp(0) = 1; only a row that sees nothing is all zeros.
-    sees_nothing = e.amax(-1, keepdim=True) == 0 if e.shape[-1] else torch.ones_like(total, dtype=torch.bool)
-    return total.log().masked_fill(sees_nothing, -torch.inf)
-
-
 def group_rows(x_BcGRX: Tensor) -> Tensor:
-    return wide(x_BcGRX).transpose(1, 2).flatten(2, 3)
+    return operand(x_BcGRX).transpose(1, 2).flatten(2, 3)
 
 
 def query_rows(x_BGMX: Tensor, heads_per_group: int) -> Tensor:
     return x_BGMX.unflatten(2, (-1, heads_per_group)).transpose(1, 2)
+
+
+def operand(x: Tensor) -> Tensor:
+    """x as `product` takes it: as it is where that is multiplied in fp32, else in fp32 or wider."""
+    return x if multiplies_wide(x) else wide(x)
 
 
 def wide(x: Tensor) -> Tensor:

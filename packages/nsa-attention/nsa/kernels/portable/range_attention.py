@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.geometry import Geometry
 from nsa.kernels.interface import BranchInputs
-from nsa.kernels.portable.chunk import budget, group_rows, may_read, query_rows, wide
+from nsa.kernels.portable.chunk import budget, group_rows, may_read, operand, query_rows
 
 
 class RangeChunk(NamedTuple):
@@ -29,7 +29,7 @@ class RangeChunk(NamedTuple):
     """Which keys each query does not see."""
 
     def rows(self, x_BSGRX: Tensor) -> Tensor:
-        """The chunk's queries, or anything that belongs to them, as rows in fp32 or wider."""
+        """The chunk's queries, or anything that belongs to them, as rows (`chunk.operand`)."""
         return group_rows(x_BSGRX[:, self.at])
 
     def unrows(self, x_BGMX: Tensor, heads_per_group: int) -> Tensor:
@@ -37,7 +37,7 @@ class RangeChunk(NamedTuple):
         return query_rows(x_BGMX, heads_per_group)
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
-        """The chunk's keys or values, in fp32 or wider."""
+        """The chunk's keys or values (`chunk.operand`)."""
         return per_group(x_BTGX[:, self.lo : self.hi])
 
     def add(self, total_BTGX: Tensor, part_BGUX: Tensor) -> None:
@@ -156,4 +156,4 @@ def _rows_at(x_BTGX: Tensor, at_BN: Tensor) -> Tensor:
 
 
 def per_group(x_BUGX: Tensor) -> Tensor:
-    return wide(x_BUGX).transpose(1, 2)
+    return operand(x_BUGX).transpose(1, 2)

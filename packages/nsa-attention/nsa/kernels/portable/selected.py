@@ -29,9 +29,9 @@ from nsa.kernels.portable.chunk import (
     budget,
     gradients,
     group_rows,
+    operand,
     query_rows,
     row_correction,
-    wide,
     wide_zeros,
 )
 
@@ -52,14 +52,14 @@ class BlockChunk(NamedTuple):
     """Rows of a matrix with the keys, by how they lie in it (see `as_rows`)."""
 
     def rows(self, x_BSGRX: Tensor) -> Tensor:
-        return group_rows(x_BSGRX[:, self.at]) if self.shared else wide(x_BSGRX[:, self.at])
+        return group_rows(x_BSGRX[:, self.at]) if self.shared else operand(x_BSGRX[:, self.at])
 
     def unrows(self, x: Tensor, heads_per_group: int) -> Tensor:
         return query_rows(x, heads_per_group) if self.shared else x
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
         matrix, steps = _as_rows(x_BTGX)
-        return wide(matrix.index_select(0, self._rows_in(x_BTGX, steps))).view(*self.key.shape, x_BTGX.shape[-1])
+        return operand(matrix.index_select(0, self._rows_in(x_BTGX, steps))).view(*self.key.shape, x_BTGX.shape[-1])
 
     def add(self, total_BTGX: Tensor, part: Tensor) -> None:
         matrix, steps = _as_rows(total_BTGX)
@@ -194,7 +194,7 @@ def windows_backward(
     dk_BTGK, dv_BTGV = wide_zeros(x.k_BTGK), wide_zeros(x.v_BTGV)
     for at in _chunks(x):
         dlse = None if dlse_BSGR is None else dlse_BSGR[:, at, ..., None]
-        delta_BcGR1 = row_correction(wide(dout_BSGRV[:, at]), wide(out_BSGRV[:, at]), dlse)
+        delta_BcGR1 = row_correction(dout_BSGRV[:, at], out_BSGRV[:, at], dlse)
         pieces = _build_pieces(x, at)
         dq_nMK, dk_nLK, dv_nLV = _backward(x, at, pieces, dout_BSGRV[:, at], lse_BSGR[:, at], delta_BcGR1)
         dq_BSGRK[:, at] = pieces.of_queries(dq_nMK, 0).sum(3)
@@ -236,10 +236,10 @@ class _WindowPieces(NamedTuple):
     def rows(self, x_BcGRX: Tensor) -> Tensor:
         """Gather rows of the queries for each entry of a piece: [n, P·R, X]."""
         per_entry = x_BcGRX.flatten(0, 2).index_select(0, (self.entry_nP // self.seen_BcGM.shape[3]).flatten())
-        return wide(per_entry).view(self.entry_nP.shape[0], -1, x_BcGRX.shape[-1])
+        return operand(per_entry).view(self.entry_nP.shape[0], -1, x_BcGRX.shape[-1])
 
     def keys(self, x_BTGX: Tensor) -> Tensor:
-        return wide(x_BTGX[self.batch_n1, self.key_nL, self.group_n1])
+        return operand(x_BTGX[self.batch_n1, self.key_nL, self.group_n1])
 
     def of_queries(self, x_nMX: Tensor, unseen: float) -> Tensor:
         """Results of pieces by query and entry: [B, c, G, M, R, X]."""
