@@ -92,7 +92,41 @@ def test_recomputing_costs_one_more_forward_pass_of_the_blocks_up_to_their_last_
     forward = sum(count / (1 if part == "select" else 3) for part, count in blocks.items())
     last = blocks["feed_forward"] / 3 / 3  # nothing in the backward pass needs the result of the third product
     assert again.recomputed_flops_per_token == pytest.approx(forward - last)
-    assert again.step_s == plain.step_s  # efficiency counts the model's own FLOPs
+
+
+def test_step_times_differ_by_the_flops_that_are_recomputed():
+    """Recomputed FLOPs are counted by torch in a step of the engine's model; the efficiency applies to them too."""
+    pytest.importorskip("olmo_core", reason="the engine is in the train extra")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from nsa_train.train.distributed import RankInfo
+    from nsa_train.train.engine.build import build_train_module
+    from nsa_train.train.engine.simulated_rank import _OWN_FLOPS
+
+    def own(count):
+        def formula(*args, out_val=None, **kwargs):
+            return count(SMALL["train"]["seq_len"], *args)
+
+        formula._get_raw = True  # of tensors, not of their shapes
+        return formula
+
+    operators = {getattr(torch.ops.nsa, name.removeprefix("nsa::")): own(count) for name, count in _OWN_FLOPS.items()}
+    counted, seconds = {}, {}
+    for mode in ("off", "selective", "full"):
+        config = changed(nsa=dict(phi="linear"), runtime=dict(gradient_checkpointing=mode))
+        module = build_train_module(config, VOCAB, RankInfo(), torch.device("cpu"))
+        rows = torch.zeros(4, 64, dtype=torch.long)
+        with FlopCounterMode(display=False, custom_mapping=operators) as counter:
+            module.step_without_trainer([{"input_ids": rows, "labels": rows}], 1.0)
+        run_estimate = estimate_for(config, "a100-80gb", efficiency=0.5)
+        counted[mode], seconds[mode] = counter.get_total_flops(), run_estimate.step_s
+        executed = sum(run_estimate.flops_per_token.values()) + run_estimate.recomputed_flops_per_token
+        assert run_estimate.tokens_per_step * executed == pytest.approx(counted[mode], rel=0.01)
+    for mode in ("selective", "full"):
+        repeated_s = (counted[mode] - counted["off"]) / (0.5 * 19.5e12)
+        assert repeated_s > 0
+        assert seconds[mode] - seconds["off"] == pytest.approx(repeated_s, rel=0.02)
+    assert seconds["selective"] < seconds["full"]
 
 
 @pytest.mark.parametrize("kv", KV_PROJECTIONS)

@@ -20,7 +20,7 @@ _AS_THEY_ARE = (
 """Figures that `--json` prints under their own names."""
 ARGUMENTS_HELP = "Config file or name of a shipped one (default: $CONFIG), then settings, e.g. train.seq_len=8192."
 TARGET_HELP = "Hardware as NAME or NAME:COUNT, e.g. a100-80gb:2, or here:8 for eight ranks on this machine."
-EFFICIENCY_HELP = "Model FLOPs utilization (MFU), e.g. 0.3 (default: assumed)."
+EFFICIENCY_HELP = "Share of the peak that all FLOPs reach, recomputation included, e.g. 0.4 (default: modelled)."
 PRICE_HELP = "USD per GPU-hour (default: assumed)."
 
 

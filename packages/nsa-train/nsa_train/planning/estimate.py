@@ -93,8 +93,8 @@ def _backend_that_will_run(config: RunConfig, is_gpu: bool, decided: Sequence[Ba
 def _time_at_efficiency(
     config: RunConfig, target: HardwareTarget, work: _StepWork, efficiency: float, origin: str = "given"
 ) -> _StepTime:
-    """Time of a step at this share of the peak, which counts the model's own FLOPs and no recomputation."""
-    flops_s = work.tokens * sum(work.flops_per_token.values())
+    """Time of a step whose FLOPs, those of recomputation included, run at this share of the peak."""
+    flops_s = work.tokens * (sum(work.flops_per_token.values()) + work.recomputed_flops_per_token)
     flops_s /= target.count * target.flops(config.runtime.precision) * efficiency
     optimizer_s = work.optimizer_bytes / (1e9 * target.device.bandwidth_gb_s)
     return _StepTime(flops_s + optimizer_s, f"{efficiency:.0%} of peak ({origin})")
@@ -264,8 +264,8 @@ def estimate(
     kernels: Sequence[BackendChoice] | None = None,
     figures: ModelFigures | None = None,
 ) -> RunEstimate:
-    """`efficiency`: model FLOPs utilization (fraction of the peak), in place of the backend's time; `price`: USD per
-    device-hour; `kernels`: backends as decided on the target, if it is this machine;
+    """`efficiency`: share of the peak that all FLOPs reach, recomputation included, in place of the backend's time;
+    `price`: USD per device-hour; `kernels`: backends as decided on the target, if it is this machine;
     `figures`: of the model, if they are known."""
     train, vocab_size = config.train, config.model.vocab_size or vocab_size
     figures = figures or model_figures(config, vocab_size)
