@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa.core.compression import BlockCompressor
+from nsa.core.compression import BlockCompressor, store_as_rows
 from nsa.core.positions import packed_layout, plain_layout
 from nsa.geometry import Geometry
+from tests.attention_options import PHIS
 
 LENGTH = 61
 
@@ -50,6 +51,26 @@ def test_softmax_weights_follow_the_tokens_of_their_group():
         for c in range(3):
             block = raw[b, begin_BC[b, c] : begin_BC[b, c] + 8, 1]
             torch.testing.assert_close(pooled[b, c, 1], block[block[:, 2].argmax()])
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_parameters_stored_as_rows_compute_the_same_and_load_from_both_forms(phi):
+    by_group, rows, again = (BlockCompressor(phi, 8, 4, n_groups=2, width=6, pos_emb=True) for _ in range(3))
+    store_as_rows(rows)
+    assert all(each.dim() < 3 and len(each) >= 12 for name, each in rows.named_parameters() if name != "pos_emb")
+    torch.manual_seed(0)
+    by_group.reset_parameters()
+    torch.manual_seed(0)
+    rows.reset_parameters()
+    raw, begin_BC = torch.randn(2, LENGTH, 2, 6), torch.tensor([[0, 4, 9], [1, 20, 53]])
+    assert torch.equal(rows(raw, begin_BC), by_group(raw, begin_BC))
+    again.load_state_dict(rows.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), by_group.parameters(), strict=True))
+    with torch.no_grad():
+        for parameter in rows.parameters():
+            parameter.zero_()
+    rows.load_state_dict(by_group.state_dict())
+    assert torch.equal(rows(raw, begin_BC), by_group(raw, begin_BC))
 
 
 def test_softmax_is_what_gaussian_queries_read_of_the_block():

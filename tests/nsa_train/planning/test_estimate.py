@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nsa.core.compression import store_as_rows
 from nsa.errors import ConfigError
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.estimate import RunEstimate, estimate
@@ -142,7 +143,9 @@ def test_what_is_sharded_is_divided_and_nothing_else_is():
     fsdp = estimate_for(changed(parallel=dict(data="fsdp")), "a100-80gb:4")
     hsdp = estimate_for(changed(parallel=dict(data="hsdp", shard_ranks=2)), "a100-80gb:4")
     alone = estimate_for(changed(parallel=dict(data="fsdp")), "a100-80gb")
-    parameters = list(build_model(changed(), VOCAB).parameters())
+    model = build_model(changed(), VOCAB)
+    store_as_rows(model)
+    parameters = list(model.parameters())
     for sharded, shards in ((fsdp, 4), (hsdp, 2)):
         # Each tensor is cut by rows, as `torch.chunk` does it; rank 0 has the largest part.
         numbers = sum(parameter.chunk(shards)[0].numel() for parameter in parameters)

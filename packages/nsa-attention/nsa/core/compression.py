@@ -5,7 +5,7 @@ B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width
 
 from collections.abc import Callable
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa.core.attention_config import INIT_STD, AttentionConfig
 from nsa.core.initial_values import draw
-from nsa.core.pooling import OPERATORS, PoolingOperator
+from nsa.core.pooling import OPERATORS, PoolingOperator, rows_shape
 from nsa.kernels.precision import einsum
 
 
@@ -30,8 +30,9 @@ class BlockCompressor(nn.Module):
         self.pos_emb = nn.Parameter(torch.empty(l, n_groups, width)) if pos_emb else None
         self.own: Callable[[Tensor], Tensor] = _whole
         """Gives the part of a parameter that belongs to the groups computed here; tensor parallelism sets it."""
-        for name, parameter in self.operator.parameters(l, width).items():
-            self.register_parameter(name, nn.Parameter(torch.empty(n_groups, *parameter.shape)))
+        self._shapes = {name: parameter.shape for name, parameter in self.operator.parameters(l, width).items()}
+        for name, shape in self._shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(n_groups, *shape)))
 
     @classmethod
     def of_config(cls, config: AttentionConfig, width: int) -> Self:
@@ -48,7 +49,23 @@ class BlockCompressor(nn.Module):
         if self.pos_emb is not None:
             draw(self.pos_emb, partial(nn.init.normal_, std=std))
         for name, parameter in self.operator.parameters(self.l, self.width).items():
-            draw(self.get_parameter(name), parameter.start)
+            draw(self.get_parameter(name), lambda whole, of=parameter: of.start(whole.view(-1, *of.shape)))
+
+    def store_as_rows(self) -> None:
+        for name in self._shapes:
+            parameter = self.get_parameter(name)
+            rows = parameter.detach().view(rows_shape(name, parameter.shape))
+            self.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        """Take parameters in both forms, as rows or not."""
+        for name in self._shapes:
+            shape, value = self.get_parameter(name).shape, state_dict.get(f"{prefix}{name}")
+            if value is None or value.shape == shape:
+                continue
+            if rows_shape(name, value.shape) == rows_shape(name, shape):
+                state_dict[f"{prefix}{name}"] = value.view(shape)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, raw_BTGX: Tensor, begin_BC: Tensor) -> Tensor:
         """Compress the l tokens that start at each `begin`: [B, C, G, X]."""
@@ -58,12 +75,14 @@ class BlockCompressor(nn.Module):
         return self.operator.pool(self, block_BClGX, raw_BTGX, begin_BC)
 
     def weight(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        parameter = self.own(getattr(self, name))
+        parameter, shape = self.own(getattr(self, name)), self._shapes[name]
+        if parameter.dim() != 1 + len(shape):  # stored as rows
+            parameter = parameter.view(-1, *shape)
         return parameter if dtype is None else parameter.to(dtype)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        return tuple(self.weight(name) for name in self.operator.parameters(self.l, self.width))
+        return tuple(map(self.weight, self._shapes))
 
     def blocks(self, of_tokens: Tensor, begin_BC: Tensor) -> Tensor:
         """Values of tokens, by block."""
@@ -80,6 +99,27 @@ class BlockCompressor(nn.Module):
     def flops_per_block(self) -> int:
         """FLOPs of one block, all groups."""
         return self.n_groups * self.operator.flops(self.l, self.width)
+
+
+def store_as_rows(model: nn.Module) -> None:
+    """Store the parameters of all compressors of a model in the shapes of `rows_shape`, so that FSDP need not pad them.
+
+    What is computed stays, and `load_state_dict` takes both forms. Call it before parameters are sharded.
+    """
+    for module in model.modules():
+        if isinstance(module, BlockCompressor):
+            module.store_as_rows()
+
+
+def pooling_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a layer's compressors, by their names in the layer, not stored as rows."""
+    widths = {"phi_k": config.d_k, "phi_v": config.d_v}
+    operator, l = config.compression.operator, config.geometry.l
+    return {
+        f"{part}.{name}": (config.n_kv_groups, *parameter.shape)
+        for part, width in widths.items()
+        for name, parameter in operator.parameters(l, width).items()
+    }
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ and conversion need to know. This file needs no torch: forward passes are writte
 B batch · T tokens · C blocks · l tokens in a block · G kv groups · X width of the stream · H hidden width
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -156,3 +157,19 @@ def undecayed_parameters() -> tuple[str, ...]:
     """Names of the parameters of φ without weight decay."""
     rows = [operator.parameters(1, 1) for operator in OPERATORS.values()]
     return ("pos_emb", *(name for row in rows for name, parameter in row.items() if not parameter.decays))
+
+
+_AXES = {name: len(each.shape) for row in OPERATORS.values() for name, each in row.parameters(1, 1).items()}
+"""Axes of every parameter of φ in one kv group."""
+
+
+def rows_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a parameter of φ stored as rows: all its axes but the last in one, or its only two in one. The shape
+    itself, if it is stored so already.
+
+    FSDP cuts a parameter along its first axis and pads one that is shorter than the number of ranks: rows are many, kv
+    groups few.
+    """
+    if name not in _AXES or len(shape) != 1 + _AXES[name]:
+        return tuple(shape)
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else (prod(shape),)

@@ -9,22 +9,27 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from nsa.errors import CheckpointError
+from nsa.core.compression import pooling_shapes
+from nsa.core.pooling import rows_shape
+from nsa.errors import CheckpointError, NSAError
 from nsa.files import open_regular, replace_file
 from nsa_train import names
 from nsa_train.checkpoint.manifest import (
@@ -39,6 +44,7 @@ from nsa_train.checkpoint.manifest import (
 from nsa_train.checkpoint.run_state import LARGEST_JSON_BYTES, RunRecord
 from nsa_train.checkpoint.safe_pickle import PickleRefused, read_torch_file
 from nsa_train.checkpoint.tensor_index import PieceLocation, UnplannedStorage, largest_index, parse_index
+from nsa_train.config.schema import RunConfig
 
 _log = logging.getLogger(__name__)
 
@@ -252,7 +258,10 @@ def open_checkpoint(
 
 
 def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
-    """The model's full tensors from DCP's pieces, by parameter name, in one process, every byte verified."""
+    """The model's full tensors from DCP's pieces, by parameter name, in one process, every byte verified.
+
+    In the shapes of the library's model, if the checkpoint has the record of its run; else as they are stored.
+    """
     index = read_index(files)
     paths: Mapping[str, Any] = index.planner_data or {}
     whole: dict[str, Tensor] = {}
@@ -274,7 +283,53 @@ def read_model(files: VerifiedFiles) -> dict[str, Tensor]:
         part.copy_(value)
     if not whole:
         raise CheckpointError(f"{files.path} holds no model: no tensor in it is called model.*.")
-    return whole
+    return _by_group(files, whole)
+
+
+# φ: runs store it as rows (`nsa.core.pooling.rows_shape`), those of earlier versions by kv group, as the library does.
+
+_OF_PHI = re.compile(r"\.phi_[kv]\.(\w+)")
+
+
+def _rows(name: str, shape: Sequence[int]) -> torch.Size:
+    phi = _OF_PHI.search(name)
+    return torch.Size(shape if phi is None else rows_shape(phi[1], shape))
+
+
+def _by_group(files: VerifiedFiles, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model in the shapes of the library's, by the settings of the run."""
+    record = read_record(files)
+    as_rows = [name for name, each in tensors.items() if _OF_PHI.search(name) and not name.endswith(".pos_emb")]
+    as_rows = [name for name in as_rows if _rows(name, tensors[name].shape) == tensors[name].shape]
+    if record is None or not as_rows:
+        return tensors
+    try:
+        shapes = pooling_shapes(RunConfig.of_saved(record.config).attention)
+        by_group = {name: tensors[name].view(shapes[".".join(name.split(".")[-2:])]) for name in as_rows}
+    except (ValidationError, NSAError, LookupError, RuntimeError) as error:
+        raise CheckpointError(f"{files.path} has other tensors than its settings describe: {error}.") from error
+    return {**tensors, **by_group}
+
+
+def describe_as_rows(index: Metadata, state: Mapping[str, Any]) -> None:
+    """Describe φ of an earlier version as the rows that `state`, into which it is loaded, has."""
+    for name, described in index.state_dict_metadata.items():
+        if not isinstance(described, TensorStorageMetadata) or (size := _rows(name, described.size)) == described.size:
+            continue
+        wanted: Any = state
+        for part in (index.planner_data or {}).get(name, name.split(".")):
+            wanted = wanted.get(part) if isinstance(wanted, Mapping) else None
+        if not isinstance(wanted, Tensor) or wanted.shape != size:
+            continue
+        in_one = math.prod(described.size[1 : 1 + len(described.size) - len(size)])
+        for place, chunk in enumerate(described.chunks):
+            if chunk.sizes[1:] != described.size[1:]:
+                raise CheckpointError(f"a piece of {name} is cut along another axis than the first.")
+            offsets = torch.Size((chunk.offsets[0] * in_one, *(0 for _ in size[1:])))
+            where = index.storage_data.pop(MetadataIndex(name, chunk.offsets))
+            index.storage_data[MetadataIndex(name, offsets)] = where
+            described.chunks[place] = ChunkStorageMetadata(offsets, torch.Size((chunk.sizes[0] * in_one, *size[1:])))
+        described.size = size
 
 
 class VerifiedReader(UnplannedStorage, StorageReader):
@@ -330,10 +385,19 @@ class VerifiedReader(UnplannedStorage, StorageReader):
                 waiting.append((item, pool.submit(_read_piece, self._files, where[item.storage_index])))
                 if len(waiting) >= _READ_AHEAD * self._thread_count:
                     first, reading = waiting.popleft()
-                    yield first, reading.result()
+                    yield first, self._as_described(first, reading.result())
             while waiting:
                 first, reading = waiting.popleft()
-                yield first, reading.result()
+                yield first, self._as_described(first, reading.result())
+
+    def _as_described(self, item: ReadItem, value: object) -> object:
+        """A piece in the shape that the index has for it: see `describe_as_rows`."""
+        described = self._index.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(described, TensorStorageMetadata) or not isinstance(value, Tensor):
+            return value
+        return (
+            value if value.dim() == len(described.size) else value.reshape(_rows(item.storage_index.fqn, value.shape))
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass

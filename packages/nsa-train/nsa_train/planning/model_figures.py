@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from nsa.core.branches import ATTENTION_PARTS, DENSE_PART
+from nsa.core.compression import store_as_rows
 from nsa.core.init import InitSkipped
 from nsa.core.layer_pattern import kind_counts, repeated
 from nsa.errors import ConfigError
@@ -112,6 +113,13 @@ class ModelFigures:
         """Number of trained parameters that rank 0 holds, with gradients and optimizer state."""
         return self.share(shards, tp) if self.trained is None else self.trained.share(shards, tp)
 
+    def padding(self, shards: int, tp: int = 1) -> float:
+        """Numbers that gathers of the whole model move to one rank, as a multiple of those that it needs."""
+        parts = [*((self.layers[kind], shapes) for kind, shapes in self.blocks.items())]
+        parts += [(1, shapes) for shapes in self.outside.values()]
+        moved, needed = (sum(n * shapes.padded(ranks, tp) for n, shapes in parts) for ranks in (shards, 1))
+        return moved / needed
+
     @property
     def trained_tensors(self) -> int:
         return self.parameters.tensors if self.trained is None else len(self.trained.shapes)
@@ -146,7 +154,8 @@ def model_figures(config: RunConfig, vocab_size: int) -> ModelFigures:
 
 
 def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKind, NSATransformer]:
-    """The model with one block of each kind that it has, on the meta device: real shapes, no memory."""
+    """The model with one block of each kind that it has, on the meta device: shapes as the engine stores parameters, no
+    memory."""
     models = {}
     for kind in _kind_counts(config):
         one_layer = config.model.model_copy(
@@ -154,6 +163,7 @@ def _models_of_one_layer(config: RunConfig, vocab_size: int) -> dict[AttentionKi
         )
         with torch.device("meta"), InitSkipped():
             models[kind] = build_model(config.model_copy(update={"model": one_layer}), vocab_size)
+        store_as_rows(models[kind])
     return models
 
 

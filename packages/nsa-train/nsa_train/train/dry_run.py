@@ -187,8 +187,8 @@ def _try_checkpoint(config: RunConfig, module: StepSkippingTrainModule) -> DryRu
                 return DryRunAttempt(problem=f"a checkpoint written to {scratch.parent} does not read back: {problem}")
             read = read_model(open_checkpoint(checkpoint.path, key=key))
             size = sum(path.stat().st_size for path in checkpoint.path.rglob("*") if path.is_file())
-            weights = module.model.state_dict().items()
-            wrong = [name for name, value in weights if not torch.equal(read[name], value.detach().cpu())]
+            weights = {name: value.detach().cpu().flatten() for name, value in module.model.state_dict().items()}
+            wrong = [name for name, value in weights.items() if not torch.equal(read[name].flatten(), value)]
     except _FAILURES as error:
         return DryRunAttempt(problem=_describe(error))
     if wrong:

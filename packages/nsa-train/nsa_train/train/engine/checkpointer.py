@@ -38,6 +38,7 @@ from nsa_train.checkpoint.load import (
     LARGEST_RANK_FILE_BYTES,
     VerifiedFiles,
     VerifiedReader,
+    describe_as_rows,
     open_checkpoint,
     parse_plain,
     read_record,
@@ -251,6 +252,7 @@ class VerifiedCheckpointer(Checkpointer):
 
         self._raise_on_all_ranks(read_small_files, on_every_rank=True)
         state = train_module.state_dict_to_load(read["index"], optim=load_optim_state)
+        describe_as_rows(read["index"], state)
         try:
             dist_cp.load(
                 state,

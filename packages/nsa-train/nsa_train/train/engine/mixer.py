@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from nsa.core.attention_config import AttentionConfig, attention_config
+from nsa.core.compression import store_as_rows
 from nsa.core.init import init_weights
 from nsa.core.initial_values import fill
 from nsa.core.layer_pattern import layer_config
@@ -74,6 +75,7 @@ class NSAMixer(AttentionHolder, SequenceMixer):
     def __init__(self, dim: int, config: NSAMixerConfig) -> None:
         attention, kernels = config.layer(dim)
         super().__init__(NSAAttention(attention, kind=config.kind, kernels=kernels))
+        store_as_rows(self)
         self.mixer_config = config
         self.context: ContextGroup | None = None
 
@@ -126,7 +128,7 @@ class NSAMixer(AttentionHolder, SequenceMixer):
             init_weights(nn.ModuleDict({"attention": whole}), num_blocks, config.init_std)
             values = dict(layer_of_kind(self.layer.kind, whole).named_parameters())
         for name, parameter in self.named_parameters():
-            fill(parameter, values[name].detach())
+            fill(parameter, values[name].detach().view(parameter.shape))
 
     def apply_tp(self, tp_mesh: DeviceMesh, *, float8_enabled: bool = False, **layouts: Any) -> None:
         assert not float8_enabled  # no setting asks for it
