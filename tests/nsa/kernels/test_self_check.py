@@ -185,7 +185,7 @@ def test_a_check_that_the_machine_does_not_let_finish_is_no_verdict(tmp_path, li
     assert "gpu-check --only self-check" in record.reason
     assert not list(cache.glob("self_check_*.json"))
     verdict = verify(request(cache, root=with_worker(tmp_path / "later", PASS)))
-    assert verdict.usable, "the next process checks again, and what it says is kept"
+    assert verdict.usable_in("selected"), "the next process checks again, and what it says is kept"
     assert verify(request(cache, root=with_worker(tmp_path / "last", "os.abort()"))) == verdict
 
 
@@ -230,7 +230,7 @@ def test_a_layer_is_timed_beside_the_portable_backend_and_the_slower_one_is_not_
     assert f"{1e3 * record.times['portable']:.3g} ms" in record.slower
     verdict = verify(request(tmp_path, MIX, TIMED))
     assert verdict.passed
-    assert not verdict.usable
+    assert not verdict.usable_in("selected")
     assert "right, but slower on this GPU" in verdict.summary
 
 

@@ -11,6 +11,7 @@ from nsa.core.functional import nsa_attention
 from nsa.core.kv_cache import LayerCache
 from nsa.core.nsa_attention import NSAAttention
 from nsa.core.positions import plain_layout
+from nsa.kernels import flash
 from nsa.kernels.registry import BACKENDS, BRANCHES
 
 _PREFILL_CHUNK = 2048
@@ -50,7 +51,8 @@ def _part(case: BenchCase, backend: str, part: str) -> BenchRunner:
         "sliding": lambda: run.sliding(q, *keys, pos_BS, zero_BS, geometry=g, scale=scale),
     }  # fmt: skip
     choose = chooser(case, backend) if part in ("select", "selected") else None
-    return BenchRunner(forwards[part], leaves, case.dout_BSGRV, chosen=choose)  # type: ignore[arg-type]
+    note = flash.package_for(case.device) or "FlexAttention" if backend == "flash" else ""
+    return BenchRunner(forwards[part], leaves, case.dout_BSGRV, chosen=choose, note=note)  # type: ignore[arg-type]
 
 
 def prefill(backend: str, case: BenchCase, task: BenchTask) -> BenchRunner:

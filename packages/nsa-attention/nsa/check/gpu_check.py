@@ -28,6 +28,7 @@ from nsa.check.installation import installation_facts
 from nsa.check.prove import error_under_autocast
 from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.errors import ConfigError
+from nsa.kernels import flash
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.registry import BACKENDS, BRANCHES
 from nsa.kernels.self_check import CheckRequest, RecordStore, clean_environment, key_for, recorded, verify
@@ -108,14 +109,18 @@ def _every_record(sizes: CheckSizes) -> Iterator[CheckResult | MeasuredTable]:
         return
     device, folder = torch.device("cuda", torch.cuda.current_device()), cache_folder()
     known = recorded(folder, torch.cuda.get_device_name(device))
+    backends = ("triton", "flash") if flash.package_for(device) else ("triton",)
     for dtype, shape, tuned in dict.fromkeys(((torch.bfloat16, SHAPES["base"].kernel, False), *known)):
-        yield from _record(CheckRequest(device, key_for(device, dtype, shape, tuned=tuned), folder))
+        for backend in backends:
+            key = key_for(device, dtype, shape, tuned=tuned, backend=backend)
+            yield from _record(CheckRequest(device, key, folder))
 
 
 def _record(request: CheckRequest) -> Iterator[CheckResult | MeasuredTable]:
     key = request.key
     groups, heads, d_k, d_v = key.shape
     what = f"{key.dtype}, {heads} heads/group, {groups} groups, {d_k}/{d_v}, blocks {key.geometry}"
+    what += f", {key.package}" if key.package else ""
     verdict = verify(request, rerun=True)
     store = RecordStore(request.folder, key)
     record = store.read()
@@ -123,6 +128,9 @@ def _record(request: CheckRequest) -> Iterator[CheckResult | MeasuredTable]:
     yield bounded(f"figures that do not hold, {what}", max(wrong, int(not verdict.passed)), 0, verdict.reason)
     if record:
         yield fact(f"seconds, {what}", ", ".join(f"{name} {took:g}" for name, took in record.seconds.items()))
+        if record.times:
+            layer = ", ".join(f"{name} {1e3 * took:.3g} ms" for name, took in record.times.items())
+            yield fact(f"layer, forward and backward, {what}", layer)
         yield MeasuredTable(asdict(record), kind="self_check")
 
 

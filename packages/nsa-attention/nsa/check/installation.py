@@ -133,6 +133,8 @@ def _why_not_chosen(backend: str, device: torch.device, choice: "BackendChoice")
         return "only by name: plain PyTorch, for checking, slow"
     if backend == "triton" and device.type == "cpu":
         return "only by name: interpreted, for checking, slow"
-    if backend == "triton":
-        return choice.why_not(backend) or "only by name, until it is checked on this GPU"
+    if why := choice.why_not(backend):
+        return why
+    if BACKENDS[backend].verify is not None and not choice.verified:
+        return "only by name, until it is checked on this GPU"
     return "not requested" if choice.requested else f"after {choice.backend} in preference"

@@ -128,7 +128,7 @@ class KernelCall:
 
     def positions(self, device: torch.device, part: _CallPart = _WHOLE) -> list[Tensor]:
         """Return the part's `layout`: position, start, first block."""
-        return [part.of(x).to(device) for x in self.layout]
+        return [_on_device(part.of(x), device) for x in self.layout]
 
     def _run(
         self, functions: KernelFunctions, branch: str, part: _CallPart, q: Tensor, k: Tensor, v: Tensor, **options: bool
@@ -162,6 +162,11 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible_BSGT: Tensor, *, sc
     p = scores.softmax(-1).masked_fill(nothing, 0.0)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1)
     return torch.einsum("bsgrt,btgv->bsgrv", p, v), lse.masked_fill(nothing[..., 0], -torch.inf)
+
+
+def _on_device(x_BS: Tensor, device: torch.device) -> Tensor:
+    """A copy with its stride of 0, if it has one: `to` would lose it, by which kernels know rows of one document."""
+    return x_BS.to(device) if x_BS.stride(1) else x_BS[:, :1].to(device).expand_as(x_BS)
 
 
 def _view_of_projection(x: Tensor) -> Tensor:

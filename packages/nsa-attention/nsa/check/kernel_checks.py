@@ -34,12 +34,12 @@ from nsa.check.comparison import (
 from nsa.check.decode_case import DecodeCase, MergedDecodeCase, StepCase
 from nsa.check.kernel_call import ALL_NAMES, CPU, NAMES, KernelCall
 from nsa.child_process import answer_parent
-from nsa.core.positions import plain_layout
+from nsa.core.positions import DocumentLayout, packed_layout, plain_layout
 from nsa.geometry import Geometry
-from nsa.kernels import reference
+from nsa.kernels import flash, reference
 from nsa.kernels.cpu.build import set_cache_folder
 from nsa.kernels.interface import KernelShape
-from nsa.kernels.registry import BACKENDS, Mixing
+from nsa.kernels.registry import BACKENDS, BRANCHES, BackendRequest, KernelPlan, Mixing, plan
 from nsa.kernels.triton.tile_store import set_tuning
 
 ATTENTION = ("compressed", "selected", "sliding")
@@ -61,12 +61,14 @@ def parts(
     """Yield the groups in the order in which they are checked. exact: the dtype that the reference computes attention
     in."""
     call, functions, together = case.call(dtype), BACKENDS[backend].functions, BACKENDS[backend].compressed_and_select
-    for branch in ATTENTION:
+    for branch in [branch for branch in ATTENTION if branch in BACKENDS[backend].branches]:
         run = partial(_attention, call, branch, device, backend)
         comparison = partial(_compare_branch, call, branch, ALL_NAMES, device, exact)
         yield _CheckedPart(branch, run, partial(comparison, branch))
         if branch == "selected" and backend == "triton":
             yield _CheckedPart("selected in spans", partial(_in_spans, run), partial(comparison, "selected in spans"))
+    if not BACKENDS[backend].is_whole:
+        return
     if together is not None:
         name, comparison = "compressed_and_select", partial(_compare_branch, call, "compressed", NAMES, device, exact)
         yield _CheckedPart(name, partial(_compressed_and_select, call, device, together), partial(comparison, name))
@@ -218,49 +220,56 @@ class _MixCase:
 
 
 def _layer_seconds(
-    shape: KernelShape, length: int, runs: int, device: torch.device, dtype: torch.dtype, backend: str
+    run: KernelPlan, shape: KernelShape, layout: DocumentLayout, runs: int, device: torch.device, dtype: torch.dtype
 ) -> float:
-    """The shortest time of a layer, forward and backward, on a row of one document, as the model computes it; without
-    `runs` that of the first one, which compiles."""
-    functions, layer, mix = BACKENDS[backend].functions, BACKENDS[backend].layer, BACKENDS[backend].mix
+    """The shortest time of a layer, forward and backward, on a row, as the model computes it; without `runs` that of
+    the first one, which compiles."""
     g, groups = shape.geometry, shape.n_kv_groups
-    pos, start, first = plain_layout(1, length, g, device)[:3]
+    pos, start, first, begin, _ = layout
     drawn = partial(torch.randn, device=device, dtype=dtype, requires_grad=True)
-    heads = (1, length, groups, shape.heads_per_group)
+    heads = (1, pos.shape[1], groups, shape.heads_per_group)
     q, dout = drawn(*heads, shape.d_k), torch.randn(*heads, shape.d_v, device=device, dtype=dtype)
-    lengths = (g.n_compressed(length), length)
+    lengths = (begin.shape[1], pos.shape[1])
     compressed, raw = ([drawn(1, n, groups, width) for width in (shape.d_k, shape.d_v)] for n in lengths)
     gates = torch.rand(*heads, 3, device=device, requires_grad=True)
     choosing: dict[str, Any] = dict(geometry=g, scale=float(shape.d_k**-0.5))
 
-    def run() -> float:
+    def timed() -> float:
         began = time.perf_counter()
-        if layer is not None:
+        if run.layer is not None:
             places = (*compressed, pos, first, *raw, pos, start, *raw, pos, start)
-            out = layer(q, gates, *places, **choosing).mixed_BSGRV
+            out = run.layer(q, gates, *places, **choosing).mixed_BSGRV
         else:
-            idx = functions.select(q, compressed[0], pos, first, **choosing)
-            branches: list[Any] = [
-                functions.compressed(q, *compressed, pos, first, **choosing),
-                functions.selected(q, *raw, idx, pos, start, **choosing),
-                functions.sliding(q, *raw, pos, start, **choosing),
-            ]
-            out = mix(gates, *branches)
+            compressed_out, idx = run.compressed_and_select(q, *compressed, pos, first, **choosing)
+            selected: Any = run.functions.selected(q, *raw, idx, pos, start, **choosing)
+            sliding: Any = run.functions.sliding(q, *raw, pos, start, **choosing)
+            out = run.mix(gates, compressed_out, selected, sliding)
         torch.autograd.grad(out, (q, gates, *compressed, *raw), dout)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    seconds = [run() for _ in range(1 + runs)]
+    seconds = [timed() for _ in range(1 + runs)]
     return min(seconds[1:] or seconds)
 
 
-def _layer_times(shape: KernelShape, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Time of a layer by backend; without one whose memory the GPU does not have."""
-    times, (length, runs) = {}, (4096, 3) if device.type == "cuda" else (shape.geometry.l_sel + 1, 0)
-    for backend in (BACKEND, "portable"):
+def _layer_times(shape: KernelShape, device: torch.device, dtype: torch.dtype, backend: str) -> dict[str, float]:
+    """Time of a layer: by Triton and the portable backend; of the backend `flash` by Triton, and with each of its
+    branches, on a row of one document and a packed row together. Without what the GPU's memory has no room for."""
+    g = shape.geometry
+    length, runs = (4096, 3) if device.type == "cuda" else (g.l_sel + 1, 0)
+    layouts = [plain_layout(1, length, g, device)]
+    plans = {name: BackendRequest(*[name] * len(BRANCHES)) for name in (BACKEND, "portable")}
+    if backend == "flash":
+        documents = torch.tensor([0, length // 8, length // 2, length], device=device)
+        layouts.append(packed_layout(documents, length, g))
+        of_triton = plans.pop(BACKEND)
+        plans = {BACKEND: of_triton} | {branch: of_triton._replace(**{branch: "flash"}) for branch in flash.SERVED}
+    times = {}
+    for name, request in plans.items():
         with suppress(torch.OutOfMemoryError):
-            times[backend] = _layer_seconds(shape, length, runs, device, dtype, backend)
+            run = plan(request, device, dtype, shape)
+            times[name] = sum(_layer_seconds(run, shape, layout, runs, device, dtype) for layout in layouts)
     return times
 
 
@@ -323,11 +332,14 @@ def _check_and_time(write: Callable[..., None], **request: Any) -> None:
         block_index.PIECE = SMALL_PIECE
     groups, heads, d_k, d_v = request["shape"]
     shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(request["geometry"]))
-    case = self_check_case(shape, small=not on_gpu)
+    case, backend = self_check_case(shape, small=not on_gpu), request["backend"]
     write(kind="seconds", what="start", seconds=time.perf_counter() - began)
-    every = parts(case, device, dtype, BACKEND)
+    every = list(parts(case, device, dtype, backend))
+    if backend == "flash":  # rows of one document are computed by other kernels
+        alone = parts(case._replace(documents=case.documents[:1]), device, dtype, backend)
+        every += [part._replace(name=f"{part.name}, one document") for part in alone]
     chosen = [part for part in every if not request["parts"] or part.name in request["parts"]]
-    if on_gpu and not request["tuned"]:
+    if on_gpu and backend == BACKEND and not request["tuned"]:
         began = time.perf_counter()
         write(kind="begin", part="compiling")
         compile_ahead(chosen, _MOST_THREADS)
@@ -340,5 +352,5 @@ def _check_and_time(write: Callable[..., None], **request: Any) -> None:
         write(kind="seconds", what=part.name, seconds=time.perf_counter() - began)
     if (on_gpu and not request["parts"]) or TIMED in request["parts"]:
         write(kind="begin", part=TIMED)
-        write(kind="times", times=_layer_times(shape, device, dtype))
+        write(kind="times", times=_layer_times(shape, device, dtype, backend))
     write(kind="done")

@@ -35,6 +35,7 @@ from nsa.check.gpu_check_report import GpuCheck, MeasuredTable
 from nsa.check.module_checks import second_stream
 from nsa.child_process import ChildFailed, ChildProcess, answer_parent
 from nsa.core.model_layers import NSACache
+from nsa.kernels import flash
 from nsa.kernels.self_check import clean_environment
 from nsa.model.transformer import NSATransformer
 from nsa.options import AttentionKind
@@ -406,9 +407,10 @@ def _described(task: BenchTask) -> str:
 def _measure(sizes: CheckSizes, task: BenchTask) -> Timed:
     threads = len(available_cores())
     peaks = _measured_peaks(sizes) if sizes.is_gpu else None
+    ours = [BACKEND, "flash"] if task.part in flash.SERVED else [BACKEND]
     with pinned(threads):
         measurement = measure(
-            task, choose_implementations([BACKEND], with_peers=task.op == "attention"), data="random", threads=threads,
+            task, choose_implementations(ours, with_peers=task.op == "attention"), data="random", threads=threads,
             budget_s=sizes.speed.budget_s, peaks=peaks, log=lambda text: None,
         )  # fmt: skip
     model = modelled(sizes, task, describe_device(sizes.device)["name"]) if sizes.is_gpu else None

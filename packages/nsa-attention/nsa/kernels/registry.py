@@ -12,12 +12,12 @@ from torch import Tensor
 from nsa.errors import KernelUnavailable
 from nsa.geometry import Geometry
 from nsa.kernel_variables import requested_backends
-from nsa.kernels import cpu, ops, portable, reference, triton
+from nsa.kernels import cpu, flash, ops, portable, reference, triton
 from nsa.kernels.interface import KernelShape as KernelShape
 from nsa.kernels.interface import LayerOutputs, TokenDecoder, constant_when_traced
 from nsa.kernels.ops import KernelFunctions
 from nsa.kernels.precision import warm_up_vector_math
-from nsa.kernels.self_check import KernelVerdict, triton_verdict
+from nsa.kernels.self_check import KernelVerdict, flash_verdict, triton_verdict
 
 warm_up_vector_math()
 
@@ -60,6 +60,12 @@ class KernelBackend:
     mix: Mixing = reference.mix
     layer: Callable[..., LayerOutputs] | None = None
     """The three branches, the selection and the mixing as one operator."""
+    branches: tuple[str, ...] = BRANCHES
+    """What it computes. One that does not compute all is taken beside one that does, which also decodes and mixes."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.branches == BRANCHES
 
 
 class PassedOver(NamedTuple):
@@ -87,12 +93,14 @@ class BackendChoice:
             return "requested by name"
         if self.verified:
             return "verified on this GPU"
-        return "; ".join(f"{refused.backend}: {refused.why}" for refused in self.passed_over) or "first choice"
+        refused = (one for one in self.passed_over if BACKENDS[one.backend].is_whole)
+        return "; ".join(f"{one.backend}: {one.why}" for one in refused) or "first choice"
 
     @property
     def is_fastest(self) -> bool:
-        """Whether a backend that is faster on other GPUs took longer here."""
-        return any(refused.slower for refused in self.passed_over)
+        """Whether it is there for its speed: it completes another backend, or one that is faster on other GPUs took
+        longer here."""
+        return not BACKENDS[self.backend].is_whole or any(refused.slower for refused in self.passed_over)
 
     def why_not(self, backend: str) -> str | None:
         """Why this backend was passed over; None if it was not."""
@@ -106,7 +114,8 @@ class KernelPlan(NamedTuple):
     """The compressed branch's output and the selected blocks, with `return_lse` also the branch's log-sum-exps: in one
     pass if one backend computes both and can."""
     decoder: Callable[..., TokenDecoder] | None
-    """Decoder of one new token per row; None unless one backend computes all branches and offers one."""
+    """Decoder of one new token per row; None unless one backend computes all branches and offers one. Backends of some
+    branches do not count here and in `mix`: the one that they complete computes all in both."""
     mix: Mixing
     """Gated sum of the branches, by the backend that computes them all, else by tensor operations."""
     layer: Callable[..., LayerOutputs] | None
@@ -128,6 +137,14 @@ BACKENDS: dict[str, KernelBackend] = {
             compressed_and_select=ops.bind_fused("cpu"),
             decoder=cpu.CpuDecoder,
             mix=ops.bind_mix("cpu"),
+        ),
+        KernelBackend(
+            "flash",
+            flash.functions(ops.bind("flash", flash)),
+            flash.why_not,
+            by_default=False,
+            verify=flash_verdict,
+            branches=flash.SERVED,
         ),
         KernelBackend(
             "triton",
@@ -172,9 +189,11 @@ def _plan(request: BackendRequest, device: torch.device, dtype: torch.dtype, sha
     both = (compressed.compressed_and_select if compressed is select else None) or partial(
         _compressed_then_select, functions
     )
-    if compressed is select is selected is sliding:
-        return KernelPlan(functions, choices, both, compressed.decoder, compressed.mix, compressed.layer)
-    return KernelPlan(functions, choices, both, None, reference.mix, None)
+    chosen = (compressed, select, selected, sliding)
+    if any(backend is not select for backend in chosen if backend.is_whole):
+        return KernelPlan(functions, choices, both, None, reference.mix, None)
+    layer = select.layer if all(backend is select for backend in chosen) else None
+    return KernelPlan(functions, choices, both, select.decoder, select.mix, layer)
 
 
 _plan_once = functools.cache(_plan)  # called by every layer at every step
@@ -258,13 +277,13 @@ def _select_backend(
     refused: list[PassedOver] = []
     for backend in BACKENDS.values():
         verify = backend.verify if device.type in _VERIFIED_ON else None
-        if not backend.by_default and verify is None:
+        if (not backend.by_default and verify is None) or branch not in backend.branches:
             continue
         if reason := backend.why_not(branch, device, dtype, shape):
             refused.append(PassedOver(backend.name, reason))
         elif verify is None:
             return BackendChoice(branch, backend.name, tuple(refused))
-        elif (verdict := verify(device, dtype, shape)).usable:
+        elif (verdict := verify(device, dtype, shape)).usable_in(branch):
             return BackendChoice(branch, backend.name, tuple(refused), verified=True)
         else:
             refused.append(PassedOver(backend.name, verdict.summary, slower=bool(verdict.slower)))

@@ -1,10 +1,12 @@
-"""Self-check: whether Triton kernels may be used on this GPU, from a record on disk or by a check in a child process.
+"""Self-check: whether kernels may be used on this GPU, from a record on disk or by a check in a child process.
+
+It is made of the backend `triton`, and of `flash` where a package of FlashAttention is installed.
 
 Records are JSON files in the kernel cache folder (runtime.kernel_cache), one per GPU, driver, versions, sources, shape
 and dtype. A file's name holds a hash of that key, and the file the key itself. One process checks while the others wait
 for the lock and then read. Every process logs a failed verdict once. The check covers the run's shape and dtype, with
-and without autocast, and times a layer beside the portable backend. The child runs `nsa.check.kernel_checks.main`: this
-module starts it by name and imports no check.
+and without autocast, and times a layer beside another backend: Triton beside the portable one, flash beside Triton.
+The child runs `nsa.check.kernel_checks.main`: this module starts it by name and imports no check.
 
 A check that the machine did not let finish (no memory, a busy GPU, no message for too long) says nothing about the
 kernels: its record is a note for the processes that waited for it, and the next process checks again.
@@ -30,6 +32,7 @@ from nsa.child_process import ChildFailed, ChildProcess, ChildTimeout
 from nsa.errors import ConfigError
 from nsa.files import file_lock, hash_of_files, write_atomic
 from nsa.geometry import Geometry
+from nsa.kernels import flash
 from nsa.kernels.cpu.build import cache_folder
 from nsa.kernels.gpu_versions import architecture_of, driver_version, runtime_version
 from nsa.kernels.interface import KernelShape
@@ -42,7 +45,7 @@ _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
     *(
         f"kernels/{name}"
-        for name in ("triton", "ops.py", "interface.py", "precision.py", "reference.py", "self_check.py")
+        for name in ("triton", "flash.py", "ops.py", "interface.py", "precision.py", "reference.py", "self_check.py")
     ),
     *(f"check/{name}.py" for name in ("cases", "comparison", "decode_case", "kernel_call", "kernel_checks")),
 )
@@ -63,7 +66,7 @@ _HINTS = {
 """By words of the child's output."""
 _ENVIRONMENT_HINT = f"This says nothing about the kernels. Mend that, or check on an idle machine: {_RERUN}"
 _MARGIN = 1.1
-"""How many times longer than the portable backend Triton must take to be passed over."""
+"""How many times longer Triton must take than another backend to be passed over."""
 _LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -88,11 +91,12 @@ class KernelVerdict:
     checked: bool = True
     """False: there was no GPU to check it on, or the machine did not let the check finish."""
     slower: str = ""
-    """Its time beside the portable backend's, if it is right and takes longer."""
+    """Its time beside the other backend's, if it is right and takes longer in some branch."""
+    faster_in: tuple[str, ...] = ()
+    """Branches in which it is the faster one all the same."""
 
-    @property
-    def usable(self) -> bool:
-        return self.passed and not self.slower
+    def usable_in(self, branch: str) -> bool:
+        return self.passed and (not self.slower or branch in self.faster_in)
 
     @property
     def summary(self) -> str:
@@ -124,6 +128,13 @@ class CheckKey:
     """Whether tile sizes are timed on the GPU (runtime.tune_kernels) instead of taken from the table."""
     parts: list[str] = field(default_factory=list)
     """Empty: all."""
+    backend: str = "triton"
+    package: str = ""
+    """Package that has the kernels of the backend `flash`, and its version."""
+
+    @property
+    def what(self) -> str:
+        return f"kernels of {self.package}" if self.package else "Triton kernels"
 
 
 @dataclass(frozen=True)
@@ -164,10 +175,21 @@ class CheckRecord:
     """Seconds of a layer, forward and backward, by backend; empty if it was not timed."""
 
     @property
+    def faster_in(self) -> tuple[str, ...]:
+        """Branches in which a layer with the backend `flash` is clearly faster than Triton's."""
+        ours = self.times.get("triton", 0.0)
+        return tuple(branch for branch in flash.SERVED if ours > _MARGIN * self.times.get(branch, float("inf")))
+
+    @property
     def slower(self) -> str:
-        """The times, if Triton took clearly longer than the portable backend."""
+        """The times, if Triton took clearly longer than the portable backend, or flash is not faster in a branch."""
         ours, others = self.times.get("triton", 0.0), self.times.get("portable", float("inf"))
-        if not self.passed or ours <= _MARGIN * others:
+        if not self.passed:
+            return ""
+        if self.key.backend == "flash":
+            measured = ", ".join(f"{what} {1e3 * took:.3g} ms" for what, took in self.times.items())
+            return "" if self.faster_in == flash.SERVED else f"a layer, forward and backward, with it in: {measured}"
+        if ours <= _MARGIN * others:
             return ""
         return f"{1e3 * ours:.3g} ms a layer, forward and backward, the portable backend {1e3 * others:.3g} ms"
 
@@ -201,7 +223,8 @@ class RecordStore:
             try:
                 held.enter_context(file_lock(lock, wait=False, mode=0o600))
             except BlockingIOError:
-                _log.warning("another process checks the Triton kernels on %s: waiting for its verdict", self.key.gpu)
+                what, gpu = self.key.what, self.key.gpu
+                _log.warning("another process checks the %s on %s: waiting for its verdict", what, gpu)
                 held.enter_context(file_lock(lock, mode=0o600))
             yield
 
@@ -234,8 +257,9 @@ class RecordStore:
 
 
 def key_for(
-    device: torch.device, dtype: torch.dtype, shape: KernelShape, *, tuned: bool = False, parts: tuple[str, ...] = ()
-) -> CheckKey:
+    device: torch.device, dtype: torch.dtype, shape: KernelShape, *, tuned: bool = False, parts: tuple[str, ...] = (),
+    backend: str = "triton",
+) -> CheckKey:  # fmt: skip
     """Build the key of this GPU and what is installed; on a CPU, for the interpreter."""
     from triton import __version__ as triton_version
 
@@ -246,7 +270,8 @@ def key_for(
     sizes, name = list(shape[:4]), str(dtype).removeprefix("torch.")
     return CheckKey(
         gpu, architecture, driver, runtime_version(), str(torch.__version__), triton_version, _source_hash(), sizes,
-        shape.geometry.ints, name, tuned, list(parts),
+        shape.geometry.ints, name, tuned, list(parts), backend,
+        (flash.package_for(device) or "FlexAttention") if backend == "flash" else "",
     )  # fmt: skip
 
 
@@ -258,7 +283,7 @@ def recorded(folder: Path, gpu: str) -> list[tuple[torch.dtype, KernelShape, boo
             key = CheckRecord.from_json(json.loads(path.read_text(encoding="utf-8"))).key
             groups, heads, d_k, d_v = key.shape
             shape = KernelShape(groups, heads, d_k, d_v, Geometry.from_ints(key.geometry))
-            if key.gpu == gpu and not key.parts:
+            if key.gpu == gpu and key.backend == "triton" and not key.parts:
                 checks.append((getattr(torch, key.dtype), shape, key.tuned))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
             _log.warning("%s is no record of a self-check (%r)", path, error)
@@ -282,7 +307,8 @@ class CheckRequest(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        of_key = {name: getattr(self.key, name) for name in ("gpu", "dtype", "shape", "geometry", "tuned", "parts")}
+        names = ("gpu", "dtype", "shape", "geometry", "tuned", "parts", "backend")
+        of_key = {name: getattr(self.key, name) for name in names}
         return {**of_key, "device": str(self.device), "folder": str(self.folder)}
 
 
@@ -290,30 +316,46 @@ def triton_verdict(device: torch.device, dtype: torch.dtype, shape: KernelShape)
     """Verdict on the Triton kernels on this GPU; checked once per process at most."""
     if not torch.cuda.is_available():
         return KernelVerdict(False, "there is no GPU here to check it on", checked=False)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _verified_once(index, dtype, shape, tunes())
+    return _verified_once(_index_of(device), dtype, shape, tunes(), "triton")
+
+
+def flash_verdict(device: torch.device, dtype: torch.dtype, shape: KernelShape) -> KernelVerdict:
+    """Verdict on the backend `flash`, which stands beside Triton's kernels: checked where a package of FlashAttention
+    is installed, once per process at most."""
+    if not flash.package_for(device):
+        why = "neither flash-attn-4 nor flash-attn is installed, or the installed one has no kernels for this GPU"
+        return KernelVerdict(False, why, checked=False)
+    if not triton_verdict(device, dtype, shape).usable_in("selected"):
+        return KernelVerdict(False, "it completes the Triton backend, which is not used here", checked=False)
+    return _verified_once(_index_of(device), dtype, shape, tunes(), "flash")
+
+
+def _index_of(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @cache
-def _verified_once(index: int, dtype: torch.dtype, shape: KernelShape, tuned: bool) -> KernelVerdict:
+def _verified_once(index: int, dtype: torch.dtype, shape: KernelShape, tuned: bool, backend: str) -> KernelVerdict:
     device = torch.device("cuda", index)
     silence_s = _TUNED_SILENCE_TIMEOUT_S if tuned else _SILENCE_TIMEOUT_S
-    request = CheckRequest(device, key_for(device, dtype, shape, tuned=tuned), cache_folder(), silence_s)
-    verdict = verify(request)
+    key = key_for(device, dtype, shape, tuned=tuned, backend=backend)
+    verdict = verify(CheckRequest(device, key, cache_folder(), silence_s))
     if not verdict.passed:
-        _log.warning("%s", _warning_text(request.key, verdict))
+        _log.warning("%s", _warning_text(key, verdict))
     elif verdict.slower:
-        _log.warning("the Triton kernels are right on %s and not used: %s", request.key.gpu, verdict.slower)
+        used = f"used in {', '.join(verdict.faster_in)} only" if verdict.faster_in else "not used"
+        _log.warning("the %s are right on %s and %s: %s", key.what, key.gpu, used, verdict.slower)
     return verdict
 
 
 def _warning_text(key: CheckKey, verdict: KernelVerdict) -> str:
     bar = "!" * 100
     what = "FAILED their check on this GPU" if verdict.checked else "could NOT BE CHECKED on this GPU"
+    instead = "Triton's kernels instead" if key.package else "the portable backend instead, which is many times slower"
     return (
-        f"the Triton kernels {what}\n{bar}\n"
-        f"!! The Triton kernels are NOT used on {key.gpu}: {verdict.reason}\n"
-        f"!! kernels=auto takes the portable backend instead, which is many times slower.\n"
+        f"the {key.what} {what}\n{bar}\n"
+        f"!! The {key.what} are NOT used on {key.gpu}: {verdict.reason}\n"
+        f"!! kernels=auto takes {instead}.\n"
         f"!! Evidence: {verdict.evidence or 'not kept on disk'}\n"
         f"!! Check again with: {_RERUN}\n{bar}"
     )
@@ -345,21 +387,23 @@ def verify(request: CheckRequest, *, rerun: bool = False) -> KernelVerdict:
 
 def _say_not_kept(request: CheckRequest, error: OSError) -> None:
     _log.warning(
-        "the check of the Triton kernels cannot be kept in %s (%s): every process checks again. Set "
-        "runtime.kernel_cache.", request.folder, error,
+        "the check of the %s cannot be kept in %s (%s): every process checks again. Set runtime.kernel_cache.",
+        request.key.what, request.folder, error,
     )  # fmt: skip
 
 
 def _verdict(record: CheckRecord, path: Path | None) -> KernelVerdict:
     checked = not record.transient
-    return KernelVerdict(record.passed, record.reason, str(path or ""), checked=checked, slower=record.slower)
+    return KernelVerdict(
+        record.passed, record.reason, str(path or ""), checked=checked, slower=record.slower, faster_in=record.faster_in
+    )
 
 
 def _run_check(request: CheckRequest) -> CheckRecord:
     """Run the check in a child process: every failure there becomes a verdict, or a note on the machine."""
     key = request.key
     _log.warning(
-        "checking Triton kernels on %s, %s (once per GPU, driver and version; about %d s)", key.gpu, key.dtype, _ABOUT_S
+        "checking %s on %s, %s (once per GPU, driver and version; about %d s)", key.what, key.gpu, key.dtype, _ABOUT_S
     )
     began = said = time.monotonic()
     figures: list[KernelError] = []
@@ -376,7 +420,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
                         case {"kind": "begin", "part": str(part)}:
                             if time.monotonic() - said > _PROGRESS_S:
                                 said = time.monotonic()
-                                _log.warning("checking Triton kernels: %s, %.0f s so far", part, said - began)
+                                _log.warning("checking %s: %s, %.0f s so far", key.what, part, said - began)
                         case {"kind": "figures", "figures": list(compared)}:
                             figures += map(KernelError.from_json, compared)
                         case {"kind": "seconds", "what": str(what), "seconds": float(took)}:
@@ -402,7 +446,7 @@ def _run_check(request: CheckRequest) -> CheckRecord:
         hint = next((hint for words, hint in _HINTS.items() if any(words in line for line in lines)), hint)
     record = _record(key, figures, seconds, lines, f"{part}: {why}" if why else "", hint)
     if record.passed:
-        _log.warning("Triton kernels verified on %s in %.0f s", key.gpu, seconds["all"])
+        _log.warning("%s verified on %s in %.0f s", key.what, key.gpu, seconds["all"])
     return replace(record, times=times)
 
 
