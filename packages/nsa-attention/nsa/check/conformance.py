@@ -180,8 +180,8 @@ class _Runner:
     def against_exact(self, case: ConformanceCase) -> Iterator[CheckResult]:
         inputs = case.inputs(self._dtype, self._device)
         results = self._results(case, *inputs)
-        leaves = [x.detach().cpu().double() for x in inputs[:3]]
-        truth = _results(partial(exact, case, return_lse=self._has_lse), *leaves, inputs[3].cpu())
+        q, k, v, blocks = (x.cpu() for x in inputs)
+        truth = _results(partial(exact, case, return_lse=self._has_lse), q.double(), k.double(), v.double(), blocks)
         checks = [
             bounded(
                 f"{case.claim}: {name}",
@@ -221,9 +221,9 @@ class _Runner:
         names = ", ".join(counts) or "any result"
         yield bounded(f"{case.claim}: most runs with other bits of {names}", max(counts.values(), default=0), 0)
 
-    def _results(self, case: ConformanceCase, *inputs: Tensor) -> dict[str, Tensor]:
+    def _results(self, case: ConformanceCase, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Tensor]:
         options = case.options(self._device) | ({"return_lse": True} if self._has_lse else {})
-        return _results(partial(self._function, **options), *inputs, forward_only=self._forward_only)
+        return _results(partial(self._function, **options), q, k, v, blocks, forward_only=self._forward_only)
 
 
 def _results(
