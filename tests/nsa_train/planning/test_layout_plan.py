@@ -1,5 +1,6 @@
 """Layouts keep the rules and the global batch; the plan ranks what fits and says why the rest does not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,24 @@ def test_a_group_inside_a_node_has_the_nodes_links_and_one_across_them_the_netwo
     assert called.seconds > 10 * _CALL_S
 
 
+def test_larger_nodes_and_other_links_are_used():
+    """An NVL72 of which 64 GPUs are used, or all: then groups of 16 ranks cross its border, with 8 of them on it."""
+    total, b200 = CollectiveTotal(0, 16 * 10**9), parse_target("b200:288")
+    use = CollectiveUse("x", CollectiveGroup("all_gather", 16, 1), total)
+    small, half, whole = (_link_traffic(use, replace(b200, ranks_per_node=n)) for n in (8, 64, 72))
+    assert [small.in_node, half.in_node, whole.in_node] == [False, True, False]
+    assert half.seconds == pytest.approx(15 / (900 * _LINK_SHARE))
+    assert small.seconds == whole.seconds == pytest.approx(15 / (8 * 50 * _LINK_SHARE))
+    fast = replace(b200, device=replace(b200.device, network_gb_s=100))
+    assert _link_traffic(use, fast).seconds == pytest.approx(small.seconds / 2)
+    assert _link_traffic(use, parse_target("b200:16")).in_node is False
+    six = CollectiveUse("x", CollectiveGroup("all_gather", 6, 1), total)
+    assert _link_traffic(six, parse_target("b200:6")).in_node
+    run = config("train.batch_size=64")
+    plan = plan_layouts(run, replace(parse_target("b200:64"), ranks_per_node=64), 32768)
+    assert all(each.in_node for option in plan.ranked for each in option.traffic)
+
+
 def test_a_parameter_with_fewer_rows_than_shards_is_padded():
     shapes = ParameterShapes(
         (("blocks.0.attention.phi_k.w_in", (4, 100)), ("blocks.0.attention.w_out.weight", (64, 32)))
@@ -96,12 +115,14 @@ def test_a_parameter_with_fewer_rows_than_shards_is_padded():
     assert ParameterShapes((("blocks.0.attention_norm.weight", (64,)),)).share(8, tp=4) == 8
 
 
-def test_pure_fsdp_over_many_ranks_pads_the_papers_phi_and_groups_of_eight_do_not():
-    run = config("train.batch_size=1024")
-    model = model_figures(run, 32768)
+@pytest.mark.parametrize("name", ["base_7b_128k", "base_7b_1m"])
+@pytest.mark.parametrize("ranks", [128, 1024])
+def test_fsdp_gathers_hardly_more_than_the_weights_that_are_needed(name, ranks):
+    model = model_figures(config(name=name), 32768)
     assert model.share(1) == model.parameters.total
-    assert model.share(1024) > 10 * model.parameters.total / 1024
-    assert model.share(4) == model.parameters.total // 4
+    assert model.padding(1) == 1.0
+    assert model.padding(ranks) <= 1.05
+    assert model.padding(ranks) == pytest.approx(ranks * model.share(ranks) / model.parameters.total)
 
 
 def test_context_parallel_ranks_share_weights_too():

@@ -126,7 +126,7 @@ def test_the_125m_header_names_what_a_query_reads_and_a_smaller_gpu():
     assert broken(verdicts("base_125m_8k", "rtx3090")[0]) == set()
 
 
-def test_the_7b_config_has_the_papers_attention_and_needs_its_rows_divided():
+def test_the_7b_config_has_the_papers_attention_and_hardly_room_for_undivided_rows():
     config = load(CONFIGS / "base_7b_128k.yaml")
     model, nsa = config.model, config.nsa
     assert (model.n_kv_groups, model.n_heads // model.n_kv_groups, model.d_k, model.d_v) == (4, 16, 192, 128)
@@ -134,9 +134,11 @@ def test_the_7b_config_has_the_papers_attention_and_needs_its_rows_divided():
     assert (nsa.phi, nsa.phi_pos_emb, nsa.gate, nsa.rope_compressed) == ("mlp", True, "sigmoid", "after")
     undivided = ("parallel.cp=1", "train.batch_size=512", "runtime.gradient_checkpointing=full")
     rule_verdicts, facts = verdicts("base_7b_128k", "h100-80gb:512", *undivided)
-    assert broken(rule_verdicts) == {"memory"}
-    activations_gib = round(facts.estimate.memory.activations.peak("full") / 2**30)
-    assert f"{activations_gib} GiB of activations: no number of 80 GB GPUs is enough" in header("base_7b_128k")
+    assert broken(rule_verdicts) == set()
+    memory = facts.estimate.memory
+    assert memory.total > 0.94 * memory.available
+    activations, total = (round(each / 2**30) for each in (memory.activations.peak("full"), memory.total))
+    assert f"{activations} GiB of activations, {total} GiB in all on 512 GPUs" in header("base_7b_128k")
     assert f"a checkpoint takes {round(facts.estimate.checkpoint_bytes / 2**30)} GiB" in header("base_7b_128k")
 
 

@@ -81,8 +81,10 @@ def as_dict(figures: "RunEstimate") -> dict[str, Any]:
             "kernel_workspace": memory.activations.workspace,
             "optimizer_step": memory.optimizer_step,
         },
+        "gathered_over_needed": figures.padding,
         "cache_bytes_per_row": figures.cache_bytes,
         "step_s_is_measured": figures.measured,
+        "mfu": figures.mfu(figures.tokens_per_s),
         **{name: getattr(figures, name) for name in _AS_THEY_ARE},
         "backends": [
             {
@@ -168,7 +170,8 @@ def _rows(figures: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield "  activations", size(activations.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
     yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
-        yield "  communication", size(memory.communication), "between ranks; estimated, not measured"
+        note = f"between ranks; estimated, not measured; gathered weights are {figures.padding:.4f} of those needed"
+        yield "  communication", size(memory.communication), note
     yield "  reserve", size(memory.reserve), "assumed: driver, fragmentation"
     yield from (("", "", ""), ("checkpoint", size(figures.checkpoint_bytes), "weights and optimizer, on disk"))
     note = f"{figures.kept_checkpoints} of them, by train.keep_checkpoints and train.keep_every"
@@ -177,6 +180,7 @@ def _rows(figures: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     yield from (("", "", ""), ("tokens per step", f"{figures.tokens_per_step:,}", ""))
     yield "kernels", figures.backend, _why_this_backend(figures)
     yield "tokens per second", f"{figures.tokens_per_s:,.0f}", figures.timing
+    yield "MFU", f"{figures.mfu(figures.tokens_per_s):.1%}", "model FLOPs, without recomputation, over the peak"
     yield (
         "time",
         duration(figures.wall_s),

@@ -1,6 +1,7 @@
 """`nsa plan`: layouts of a run on many GPUs, ranked by modelled tokens per second, and a step of the best executed."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -35,6 +36,11 @@ def plan(
     all_layers: bool = typer.Option(False, "--all-layers", help="With --execute: all layers instead of a few."),
     efficiency: float = typer.Option(None, min=1e-6, max=1.0, help=EFFICIENCY_HELP),
     price: float = typer.Option(None, min=0.0, help=PRICE_HELP),
+    gpus_per_node: int = typer.Option(None, min=1, help="GPUs that fast links join (default: 8)."),
+    node_gb_s: float = typer.Option(None, min=1e-3, help="GB/s that a GPU receives from its node (default: assumed)."),
+    network_gb_s: float = typer.Option(
+        None, min=1e-3, help="GB/s that a GPU receives from other nodes (default: assumed)."
+    ),
     gpu_hours_per_failure: float = typer.Option(None, min=1.0, help=_MTBF_HELP),
     restart_s: float = typer.Option(600.0, min=0.0, help="Seconds from a failure to the next step."),
     storage_gb_s: float = typer.Option(2.0, min=1e-3, help="GB/s that one node writes to storage."),
@@ -49,7 +55,8 @@ def plan(
     beside the estimate. Exits with 2 if no layout fits.
 
     **Examples:** `nsa plan base_7b_128k --gpus h100-80gb:128`,
-    `nsa plan base_7b_1m --gpus h100-80gb:1024 --execute`
+    `nsa plan base_7b_1m --gpus h100-80gb:1024 --execute`,
+    `nsa plan base_7b_128k --gpus b200:256 --gpus-per-node 64 --node-gb-s 900` (64 of the 72 GPUs of an NVL72)
     """
     if gpus is None:
         raise ConfigError(
@@ -63,6 +70,9 @@ def plan(
     from nsa_train.train.datasets import vocabulary
 
     target = parse_target(gpus, config.runtime.device, option="--gpus")
+    links = {"node_gb_s": node_gb_s, "network_gb_s": network_gb_s}
+    device = replace(target.device, **{name: speed for name, speed in links.items() if speed is not None})
+    target = replace(target, device=device, ranks_per_node=gpus_per_node or target.ranks_per_node)
     failures = FailureModel(gpu_hours_per_failure or LLAMA3_GPU_HOURS, restart_s, storage_gb_s)
     vocab_size = config.model.vocab_size or vocabulary(config)
     with ProgressLine("comparing layouts") as line:
@@ -105,10 +115,9 @@ def simulate_in_child(
     """`simulate_step` of one of the target's ranks, in a process of its own."""
     from nsa.child_process import ChildFailed, ChildProcess
     from nsa_train.planning.collective_bytes import StepCounts
-    from nsa_train.planning.hardware import RANKS_PER_NODE
 
     with ChildProcess("the simulated step", ("-m", "nsa_train.train.engine.simulated_rank")) as child:
-        ranks = dict(world=target.count, local_world=min(target.count, RANKS_PER_NODE))
+        ranks = dict(world=target.count, local_world=min(target.count, target.ranks_per_node))
         child.send(config=config.model_dump(mode="json"), vocab_size=vocab_size, **ranks, **options)
         answer: dict[str, Any] = {}
         try:
@@ -132,8 +141,9 @@ def print_plan(
         f"tokens, global batch {rows:,} rows ({rows * train.seq_len:,} tokens)"
     )
     console.print(
-        f"{plan.considered:,} layouts keep the rules; times are modelled, speeds of links assumed: "
-        f"{device.node_gb_s:.0f} GB/s in a node, {device.network_gb_s:.3g} GB/s of network per GPU\n"
+        f"{plan.considered:,} layouts keep the rules; times are modelled, speeds of links assumed unless given: "
+        f"{device.node_gb_s:.4g} GB/s in a node of {plan.target.ranks_per_node}, {device.network_gb_s:.3g} GB/s of "
+        f"network per GPU\n"
     )
     if plan.ranked:
         _table(
@@ -187,6 +197,11 @@ def _memory_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     yield "activations", size(memory.activations.peak(layout.checkpointing)), f"checkpointing {layout.checkpointing}"
     yield "  of it kernels", size(memory.activations.workspace), "at most; temporary"
     yield "gathered weights and gradients", size(memory.communication), "a block in use and one ahead"
+    yield (
+        "gathered weights / needed",
+        f"{figures.estimate.padding:.3f}",
+        "fsdp pads a parameter with fewer rows than ranks",
+    )
     yield "reserve", size(memory.reserve), "assumed: driver, fragmentation"
     yield "total", size(memory.total), f"of {size(memory.available)}"
 
@@ -201,6 +216,7 @@ def _time_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     yield "communication behind it", f"{figures.overlapped_s:.3g} s", "weights and gradients, while blocks compute"
     yield "communication that waits", f"{figures.exposed_s:.3g} s", "tensor and context parallelism, and what is left"
     yield "step", f"{figures.step_s:.3g} s", f"{figures.tokens_per_s:,.0f} tokens/s"
+    yield "MFU", f"{estimate.mfu(figures.tokens_per_s):.1%}", "model FLOPs, without recomputation, over the peak"
     yield "failure", f"every {duration(goodput.mtbf_s)}", "assumed, of all GPUs together"
     every = max(1, round(goodput.interval_s / figures.step_s))
     yield (
@@ -210,6 +226,8 @@ def _time_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     )
     yield "lost", f"{goodput.lost:.1%}", "saving, steps done again, restarts (Young and Daly)"
     yield "run", duration(figures.wall_s), f"{estimate.steps:,} steps, with what is lost"
+    tokens = estimate.steps * estimate.tokens_per_step
+    yield "tokens per dollar", f"{tokens / figures.usd:,.0f}", "of the whole run, with what is lost"
     yield "price", f"{figures.usd:,.0f} USD", f"at {estimate.usd_per_hour:,.0f} per hour for all, assumed unless given"
 
 
@@ -321,6 +339,8 @@ def _layout_dict(figures: "LayoutFigures") -> dict[str, Any]:
             }
             for each in figures.traffic
         ],
+        "gathered_over_needed": figures.estimate.padding,
+        "mfu": figures.estimate.mfu(figures.tokens_per_s),
         **{name: getattr(figures, name) for name in _AS_THEY_ARE},
         "goodput": {**vars(goodput), "lost": goodput.lost},
     }

@@ -213,6 +213,14 @@ class RuntimeConfig(ConfigSection):
         default=None,
         description="Folder for compiled CPU kernels and tuned tiles; null: the user's cache or a temporary folder.",
     )
+    peak_tflops: Changeable[Annotated[Positive, SettingUnit("TFLOP/s")] | None] = Field(
+        default=None,
+        description="Peak of one device, for the model FLOPs utilization (MFU); null: that of a known GPU in the run's "
+        "precision, else no MFU is recorded.",
+    )
+    usd_per_hour: Changeable[Annotated[Positive, SettingUnit("USD")] | None] = Field(
+        default=None, description="Price of one device for an hour; null: no tokens per dollar are recorded."
+    )
     tune_kernels: Changeable[bool] = Field(
         default=False,
         description="Time tile sizes on the GPU at first use and keep the fastest; if false, GPUs of one model give "

@@ -7,6 +7,7 @@ a simulated step of the training engine.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Literal, Self
 
 from nsa.options import SELECTING_KINDS
@@ -26,11 +27,14 @@ class CollectiveGroup:
     stride: int
 
     def in_one_node(self, ranks_per_node: int) -> bool:
-        return (self.size - 1) * self.stride < ranks_per_node
+        """Whether all groups like this one are each on one node: the first ranks of nodes must be those of groups."""
+        return ranks_per_node % max(1, self.size * self.stride) == 0
 
     def ranks_in_node(self, ranks_per_node: int) -> int:
-        """Ranks of this group on one node."""
-        return max(1, min(self.size, ranks_per_node // max(1, self.stride)))
+        """Ranks of a group like this one on one node, the fewest."""
+        span = self.size * self.stride
+        together = ranks_per_node if span > ranks_per_node else gcd(span, ranks_per_node)
+        return max(1, together // max(1, self.stride))
 
     def received(self, n_bytes: float) -> float:
         """Bytes that a rank receives in a ring for tensors of `n_bytes` (see `CollectiveTotal`)."""

@@ -4,10 +4,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nsa.errors import ConfigError
 from nsa.gpus import GIB, GPUS, GpuSpec, find_gpu
 from nsa_train.config.layer import nearest
+from nsa_train.config.model_sections import RuntimeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -100,7 +105,7 @@ def _statistic(file: Path, name: str) -> int:
 CPU = "cpu"
 _HERE = "here"
 RANKS_PER_NODE = 8
-"""GPUs that a node of rented hardware has; only hsdp without parallel.shard_ranks asks."""
+"""GPUs that a node of rented hardware has, unless `--gpus-per-node` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,8 @@ class HardwareTarget:
     count: int = 1
     here: bool = False
     """Whether it is this machine, so that a dry run can be a real one."""
+    ranks_per_node: int = RANKS_PER_NODE
+    """Devices that fast links join."""
 
     @property
     def memory_bytes(self) -> int:
@@ -182,6 +189,19 @@ def hardware_here(device: str = "auto", ranks: int = 1, ranks_here: int | None =
     tflops = cores * _CORE_TFLOPS
     cpu = replace(DEVICES[CPU], memory_gib=memory_gib / (ranks_here or ranks), bf16_tflops=tflops, fp32_tflops=tflops)
     return HardwareTarget(cpu, ranks, here=True)
+
+
+def peak_flops(runtime: RuntimeConfig, device: "torch.device") -> float | None:
+    """Peak FLOP/s of one device of this run; None for a GPU that is not known and for a CPU, unless a setting says."""
+    import torch
+
+    if runtime.peak_tflops is not None:
+        return 1e12 * runtime.peak_tflops
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    gpu = find_gpu(properties.name, properties.total_memory / GIB)
+    return None if gpu is None else HardwareTarget(HardwareDevice.from_gpu(gpu)).flops(runtime.precision)
 
 
 def _gpu_here(properties: object) -> HardwareDevice:

@@ -22,7 +22,7 @@ from nsa_train.planning.collective_bytes import (
     weight_shards,
 )
 from nsa_train.planning.estimate import MemoryEstimate, RunEstimate, estimate
-from nsa_train.planning.hardware import RANKS_PER_NODE, HardwareTarget
+from nsa_train.planning.hardware import HardwareTarget
 from nsa_train.planning.model_figures import ModelFigures, model_figures
 from nsa_train.planning.preflight_rules import SAFE_MEMORY
 
@@ -299,7 +299,7 @@ def plan_layouts(
 ) -> LayoutPlan:
     model, failures = model_figures(config, vocab_size), failures or FailureModel()
     impossible, figures = [], []
-    for layout in layouts(config, target.count, RANKS_PER_NODE):
+    for layout in layouts(config, target.count, target.ranks_per_node):
         if isinstance(layout, ImpossibleSplit):
             impossible.append(layout)
             continue
@@ -331,7 +331,7 @@ def _layout_figures(
 ) -> LayoutFigures:
     divided = layout.applied(config)
     run_estimate = estimate(divided, target, vocab_size, efficiency=efficiency, price=price, figures=model)
-    uses = collectives(divided, model, target.count, RANKS_PER_NODE, layout.passes)
+    uses = collectives(divided, model, target.count, target.ranks_per_node, layout.passes)
     return LayoutFigures(
         layout,
         run_estimate,
@@ -343,11 +343,11 @@ def _layout_figures(
 def _link_traffic(use: CollectiveUse, target: HardwareTarget) -> _LinkTraffic:
     """Time of a ring. Between nodes a group has the network cards of all its ranks on a node, as far as the links
     inside carry it."""
-    group, device = use.group, target.device
-    in_node = group.in_one_node(RANKS_PER_NODE)
+    group, device, in_a_node = use.group, target.device, min(target.count, target.ranks_per_node)
+    in_node = group.in_one_node(in_a_node)
     speed = device.node_gb_s
     if not in_node:
-        speed = min(speed, device.network_gb_s * group.ranks_in_node(RANKS_PER_NODE))
+        speed = min(speed, device.network_gb_s * group.ranks_in_node(in_a_node))
     received = group.received(use.total.n_bytes)
     calls_s = use.total.calls * (_CALL_S + _CALL_S_PER_RANK * group.size)
     return _LinkTraffic(use, in_node, received, received / (1e9 * _LINK_SHARE * speed) + calls_s)
@@ -357,8 +357,8 @@ def _best_goodput(
     config: RunConfig, target: HardwareTarget, checkpoint_bytes: int, failures: FailureModel
 ) -> RunGoodput:
     """Goodput at the interval that loses least, or that in which a checkpoint is stored if that is longer."""
-    shards = weight_shards(config.parallel, target.count, RANKS_PER_NODE) * config.parallel.tp
-    nodes = -(-min(shards, target.count) // RANKS_PER_NODE)
+    shards = weight_shards(config.parallel, target.count, target.ranks_per_node) * config.parallel.tp
+    nodes = -(-min(shards, target.count) // target.ranks_per_node)
     background = config.train.save_async
     save_s = failures.save_s(checkpoint_bytes, target.count, shards, nodes, background=background)
     goodput = RunGoodput(failures.mtbf_s(target.count), save_s, failures.restart_s, interval_s=1.0)
@@ -438,7 +438,7 @@ def compare_with_counts(
     tokens = config.train.batch_size * counts.passes * config.train.seq_len / target.count
     per_token = sum(figures.estimate.flops_per_token.values()) + figures.estimate.recomputed_flops_per_token
     yield _CountedFigure("FLOPs", "FLOP", tokens * per_token, counts.flops)
-    estimated = by_group(collectives(config, model, target.count, RANKS_PER_NODE, counts.passes))
+    estimated = by_group(collectives(config, model, target.count, target.ranks_per_node, counts.passes))
     for group, total in counts.collectives.items():
         known = estimated.get(group)
         name = f"{group.kind} among {group.size:,}, stride {group.stride:,}"
