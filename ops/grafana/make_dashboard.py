@@ -34,6 +34,12 @@ ROWS: dict[str, list[Panel]] = {
             (f'increase(nsa_skipped_steps_total{{{RUN}, rank="0"}}[{SPAN}])', "{{run}} skipped"),
             (f'increase(nsa_nonfinite_steps_total{{{RUN}, rank="0"}}[{SPAN}])', "{{run}} non-finite"),
         ]),
+        ("MFU, without recomputation", "percentunit", [(f'nsa_mfu_ratio{{{RUN}, rank="0"}}', "{{run}}")]),
+        ("Goodput of an hour: net tokens / (time · median speed)", "percentunit", [
+            (f'delta(nsa_tokens_seen{{{RUN}, rank="0"}}[1h]) / 3600 '
+             f'/ quantile_over_time(0.5, nsa_tokens_per_second{{{RUN}, rank="0"}}[1h])', "{{run}}"),
+        ]),
+        ("Tokens per dollar", "short", [(f'nsa_tokens_per_usd{{{RUN}, rank="0"}}', "{{run}}")]),
     ],
     "Gates and selection": [
         ("Gate entropy (1.0986 is uniform, 0.3 low, 0.2 critical), selector loss; nats", "none", [

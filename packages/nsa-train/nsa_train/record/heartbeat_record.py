@@ -107,6 +107,15 @@ class HeartbeatRecord:
         "Speed since the last progress record.", unit="tokens per second, all ranks together", title="throughput",
         format=MetricFormat.COUNT, gauge="nsa_tokens_per_second",
     )
+    mfu: float | None = _field(
+        "Model FLOPs utilization since the last progress record: FLOPs of the model, without recomputation, over the "
+        "peak of all devices; only for known GPUs or with runtime.peak_tflops.", unit="share", title="MFU",
+        format=MetricFormat.SHARE, gauge="nsa_mfu_ratio",
+    )
+    tokens_per_usd: float | None = _field(
+        "Tokens that a dollar buys at the speed since the last progress record; only with runtime.usd_per_hour.",
+        unit="tokens per USD", title="tokens per dollar", format=MetricFormat.COUNT, gauge="nsa_tokens_per_usd",
+    )
     step_s: float | None = _field(
         "Duration of an optimizer step, mean since the last progress record.", unit="seconds",
         format=MetricFormat.DURATION, gauge="nsa_step_seconds",

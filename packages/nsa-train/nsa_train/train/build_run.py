@@ -14,6 +14,7 @@ from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import PrefetchSettings
 from nsa_train.data.rows.specs import RowData, SyntheticData
 from nsa_train.data.tokenizer import Tokenizer, tokenizer_record
+from nsa_train.planning.hardware import peak_flops
 from nsa_train.planning.model_figures import model_figures
 from nsa_train.record.run_folder import RunFolder
 from nsa_train.run_model import ALL_PARAMETERS
@@ -140,6 +141,7 @@ def build_trainer_of_run(
     policy = BadStepPolicy(config.train)
     module = build_train_module(config, inputs.vocab_size, ranks, context.device)
     checkpoints = make_checkpoint_callback(config)
+    price = config.runtime.usd_per_hour
     heartbeat = HeartbeatCallback(
         path=folder.heartbeat(ranks.rank),
         ranks=ranks,
@@ -150,6 +152,8 @@ def build_trainer_of_run(
         emit=report.beat,
         counts=lambda: policy.state.counts(),
         allowed=context.options.allow,
+        full_speed=_full_speed(context, inputs.vocab_size),
+        usd_per_s=None if price is None else ranks.world * price / 3600,
     )
     bad_steps = BadStepCallback(
         policy, collectives, checkpoints, heartbeat, report.event_log, deferred=bool(module.optim.defaults["fused"])
@@ -201,6 +205,14 @@ def _run_record(context: RunContext, inputs: _RunInputs, trainer: RollbackTraine
             **({TOKENIZER_RECORD: tokenizer_record(inputs.tokenizer)} if inputs.tokenizer else {}),
         },
     )
+
+
+def _full_speed(context: RunContext, vocab_size: int) -> float | None:
+    """Tokens per second if every FLOP of the model ran at the peak of all devices; None if that is not known."""
+    peak = peak_flops(context.config.runtime, context.device)
+    if peak is None:
+        return None
+    return context.ranks.world * peak / sum(model_figures(context.config, vocab_size).flops.values())
 
 
 def _choose_data(context: RunContext, vocab_size: int) -> tuple[RowData, RowData | None]:

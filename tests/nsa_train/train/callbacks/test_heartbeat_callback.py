@@ -10,6 +10,8 @@ import torch
 
 from nsa.core.attention_config import SLIDING_GATE_INIT
 from nsa_train import names
+from nsa_train.config.schema import RunConfig
+from nsa_train.planning.model_figures import model_figures
 from nsa_train.record.events import EventKind, read_events
 from nsa_train.record.heartbeat_record import RECORD_FIELDS, REQUIRED_FIELDS, read_beats
 from nsa_train.train.callbacks.heartbeat_callback import mib
@@ -32,6 +34,7 @@ def test_memory_is_in_mib():
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("beats")
     base = ["train.steps=7", "train.log_every=3", "train.eval_every=4", "train.eval_batches=2", "train.save_every=4"]
+    base += ["runtime.peak_tflops=0.05", "runtime.usd_per_hour=2.5"]
     bf16 = [*base, "runtime.precision=bf16", "runtime.gradient_checkpointing=true", "data.prefetch=true"]
     (folder / "broken.jsonl").write_text("this is not JSON\n")
     missing = ["data.dataset=local", f"data.path={folder}/broken.jsonl", "data.max_bad_units=0", "train.steps=2"]
@@ -66,10 +69,14 @@ def test_progress_records_have_every_field_and_make_sense(runs, run):
     assert [(beat.msg, beat.step) for beat in beats] == [
         (names.START, 0), *((names.PROGRESS, step) for step in (1, 3, 6, 7)), (names.DONE, 7),
     ]  # fmt: skip
+    env = json.loads((runs / run / names.ENV).read_text())
     for beat in beats[1:-1]:
         assert all(getattr(beat, name) is not None for name in PROGRESS_FIELDS)
         assert math.isfinite(beat.loss)
         assert beat.toks_per_s > 0
+        flops = sum(model_figures(RunConfig.of_saved(env["config"]), 257).flops.values())
+        assert beat.mfu == pytest.approx(beat.toks_per_s * flops / (env["world_size"] * 0.05e12))
+        assert beat.tokens_per_usd == pytest.approx(beat.toks_per_s * 3600 / (env["world_size"] * 2.5))
         assert beat.grad_norm > 0
         assert beat.reads_pred == beat.reads_act_total > 0
         assert beat.gate_entropy_mean == pytest.approx(FIRST_ENTROPY, abs=0.05)

@@ -98,6 +98,10 @@ class HeartbeatCallback(Callback):
     """Number of skipped steps so far, by field name."""
     allowed: tuple[str, ...] = ()
     """Preflight rules that this run may break."""
+    full_speed: float | None = None
+    """Tokens per second at which all devices would reach their peak, for the MFU."""
+    usd_per_s: float | None = None
+    """Price of all devices."""
     _probes: dict[str, Probe] = field(default_factory=dict)
     _probing: ExitStack = field(default_factory=ExitStack)
     _fetch_began: float = 0.0
@@ -162,10 +166,13 @@ class HeartbeatCallback(Callback):
         now = time.perf_counter()
         values = self._values(list(probes.values()))
         elapsed, steps = now - self._since, self.step - self._since_step
+        toks_per_s = steps * self.trainer.tokens_per_batch / elapsed
         self.beat(
             names.PROGRESS,
             **values,
-            toks_per_s=steps * self.trainer.tokens_per_batch / elapsed,
+            toks_per_s=toks_per_s,
+            mfu=None if self.full_speed is None else toks_per_s / self.full_speed,
+            tokens_per_usd=None if self.usd_per_s is None else toks_per_s / self.usd_per_s,
             step_s=elapsed / max(1, steps),
             forward_s=self._timer.seconds(),
             dt_fetch_s=self._fetch_s,

@@ -4,7 +4,7 @@ several runs differ.
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,10 @@ class _RunSummary:
     tokens: float
     toks_per_s: float
     """Median, without repeated steps."""
+    mfu: float
+    """Model FLOPs utilization, median; NaN if it was not recorded."""
+    tokens_per_usd: float
+    """Median while it trained."""
     restarts: int
     rollbacks: int
     lost_steps: int
@@ -57,6 +61,13 @@ class _RunSummary:
     def goodput(self) -> float:
         return self.wall.share(TimeCause.PRODUCTIVE) if self.wall is not None and self.wall.total > 0 else math.nan
 
+    @property
+    def tokens_per_usd_of_all(self) -> float:
+        """Tokens per dollar of the whole time, which is paid for while nothing is trained too."""
+        if self.wall is None or self.wall.total <= 0 or not self.toks_per_s:
+            return math.nan
+        return self.tokens_per_usd * self.tokens / (self.toks_per_s * self.wall.total)
+
 
 def summarize(run: RunData) -> _RunSummary:
     lead = run.lead
@@ -68,7 +79,6 @@ def summarize(run: RunData) -> _RunSummary:
     evaluations = run.counted_evaluations()
     scored = [(each.val_loss, each.step) for each in evaluations if math.isfinite(each.val_loss)]
     best_held_out, best_held_out_step = min(scored, default=(math.nan, 0))
-    speeds = [value for value in lead.counted("toks_per_s") if math.isfinite(value)]
     kinds = [event.kind for event in run.events]
     lost = [event.details.get("steps") for event in run.events if event.kind == EventKind.LOST_STEPS]
     return _RunSummary(
@@ -85,7 +95,9 @@ def summarize(run: RunData) -> _RunSummary:
         best_held_out=best_held_out,
         best_held_out_step=best_held_out_step,
         tokens=lead.column("tokens_seen")[-1] if len(lead) else math.nan,
-        toks_per_s=statistics.median(speeds) if speeds else math.nan,
+        toks_per_s=_median(lead.counted("toks_per_s")),
+        mfu=_median(lead.counted("mfu")),
+        tokens_per_usd=_median(lead.counted("tokens_per_usd")),
         restarts=kinds.count(EventKind.RESTART),
         rollbacks=kinds.count(EventKind.ROLLBACK),
         lost_steps=sum(steps for steps in lost if steps is not None),
@@ -93,6 +105,11 @@ def summarize(run: RunData) -> _RunSummary:
         wall=goodput(lead, run.events, run.evaluations),
         unreadable=run.unreadable.total(),
     )
+
+
+def _median(values: Iterable[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
 
 
 _LETTERS = ascii_uppercase
@@ -138,6 +155,8 @@ def figures(summaries: Sequence[_RunSummary]) -> list[tuple[str, list[str]]]:
         ("held-out loss, best", [at(each.best_held_out, each.best_held_out_step) for each in summaries]),
         ("tokens", [count(each.tokens) for each in summaries]),
         ("tokens per second, median", [count(each.toks_per_s) for each in summaries]),
+        ("MFU, median", [share(each.mfu) for each in summaries]),
+        ("tokens per dollar, all time", [count(each.tokens_per_usd_of_all) for each in summaries]),
         ("goodput", [share(each.goodput) for each in summaries]),
         ("wall time", [duration(each.wall.total) if each.wall else number(None) for each in summaries]),
         ("restarts", [str(each.restarts) for each in summaries]),
