@@ -23,7 +23,7 @@ from nsa.check.gpu_check import SUBJECTS, GpuCheckRequest, GpuCheckRunner
 from nsa.check.gpu_check_report import PAGE, GpuCheck, GpuCheckReport, MeasuredTable, read_report
 from nsa.check.timing_checks import modelled
 from nsa.errors import ConfigError
-from nsa.kernels import ops, portable
+from nsa.kernels import flash, ops, portable
 from nsa.kernels.gpu_versions import device_named
 from nsa.kernels.precision import autocast_off
 from proofs import import_path
@@ -292,6 +292,8 @@ def test_the_program_on_a_gpu_covers_what_users_have():
     names = {check.name for check in checks if check.subject == "speed"}
     assert {"attention fwd+bwd, bf16, 64k", "attention, fp16, 2k", "decode, bf16, 64k"} <= names
     assert "attention, width 128 fwd+bwd, bf16, 8k" in names
+    for branch in flash.SERVED:
+        assert f"attention {branch}, 12 heads, 2 groups fwd+bwd, bf16, 64k" in names
     assert len({(check.subject, check.name) for check in checks}) == len(checks)
     assert all(isinstance(check, GpuCheck) for check in checks)
 

@@ -10,6 +10,7 @@ import inspect
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_flash_attention_in_a_cache_and_after_padding(package, length):
     """Rows of different length with padding before and after, keys that are not there yet, and one row of nothing."""
     case = in_one_document(widened(Case("cached", "tiny", (6, 2), torch.float32)))
     case.pos = torch.tensor([[-1, -1, 0, 1, 2], [60, 61, 62, 63, -1], [-1] * 5])
-    case.start = torch.tensor([[0], [length - 60], [7]]).expand(-1, 5)
+    case.start = torch.tensor([[5], [length - 60], [7]]).expand(-1, 5)
     case.raw = tuple(x[:, : length + 4] for x in case.raw)
     assert_as_reference(case, "sliding")
 
@@ -259,6 +260,29 @@ def test_auto_passes_over_it_when_it_is_wrong_or_never_faster(monkeypatch, verdi
     kernel_plan = plan(BackendRequest(), torch.device("cpu"), torch.bfloat16, SHAPE)
     assert {(choice.backend, choice.reason) for choice in kernel_plan.choices} == {("triton", "verified on this GPU")}
     assert kernel_plan.layer is registry.BACKENDS["triton"].layer
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "package"),
+    [
+        (("flash-attn", "flash-attn-4"), (9, 0), "flash-attn-4 1"),
+        (("flash-attn", "flash-attn-4"), (8, 0), "flash-attn 1"),
+        (("flash-attn-4",), (10, 0), "flash-attn-4 1"),
+        (("flash-attn-4",), (12, 0), ""),
+        (("flash-attn",), (7, 5), ""),
+        ((), (9, 0), ""),
+    ],
+)
+def test_the_package_is_one_that_has_kernels_for_the_gpu(monkeypatch, installed, capability, package):
+    def version(name):
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(flash, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert flash._package_for.__wrapped__(CUDA) == package
 
 
 def test_nothing_is_checked_without_a_package_or_without_triton(monkeypatch):

@@ -15,6 +15,7 @@ N rows of queries, M of keys, end to end · H heads · X any width
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +34,9 @@ from nsa.kernels.reference import Attended
 SERVED = ("compressed", "sliding")
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST, _ALIGNED = 256, 8
+_PACKAGES = {"flash-attn-4": (9, 10), "flash-attn": (8, 9, 10, 12)}
+"""Distributions in order of preference, major capabilities of their GPUs. On sm_120 FlashAttention 4 has no backward
+pass with one order of summation, on sm_8x none at all."""
 _TILE = 128
 """Queries and keys of a block of FlexAttention's mask."""
 _MOST_EMPTY = 2
@@ -59,14 +63,11 @@ def package_for(device: torch.device) -> str:
 def _package_for(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip or not torch.cuda.is_available():
         return ""
-    major = torch.cuda.get_device_capability(device)[0]
-    # On sm_120 FlashAttention 4 has no backward pass with one order of summation, on sm_8x none at all.
-    for name, majors in (("flash-attn-4", (9, 10)), ("flash-attn", (8, 9, 10, 12))):
-        try:
-            if major in majors and (installed := version(name)):
-                return f"{name} {installed}"
-        except PackageNotFoundError:
-            continue
+    for name, majors in _PACKAGES.items():
+        with suppress(PackageNotFoundError):
+            installed = f"{name} {version(name)}"
+            if torch.cuda.get_device_capability(device)[0] in majors:
+                return installed
     return ""
 
 
@@ -266,7 +267,7 @@ def _segments(x: BranchInputs) -> _Segments:
     if x.branch == "compressed":
         first = x.start_BS[:, 0].clamp(0, T)
         row = (high.long() - 1).clamp(min=0)
-        at = (x.pos_BS - (g.l - 1)).remainder(g.d)
+        at = x.pos_BS.remainder(g.d)  # d queries of one row follow one another
         places = (row * g.d + at).masked_fill(high <= low, T * g.d)
         query = torch.full((B, T * g.d + 1), S, device=low.device)
         query = query.scatter(1, places, torch.arange(S, device=low.device).expand(B, -1))[:, :-1].unflatten(1, (T, -1))
