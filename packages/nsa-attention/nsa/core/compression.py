@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa.core.attention_config import INIT_STD, AttentionConfig
 from nsa.core.initial_values import draw
-from nsa.core.pooling import OPERATORS, PoolingOperator, rows_shape
+from nsa.core.pooling import OPERATORS, PoolingOperator, PoolingParameter, rows_shape
 from nsa.kernels.precision import einsum
 
 
@@ -49,7 +49,7 @@ class BlockCompressor(nn.Module):
         if self.pos_emb is not None:
             draw(self.pos_emb, partial(nn.init.normal_, std=std))
         for name, parameter in self.operator.parameters(self.l, self.width).items():
-            draw(self.get_parameter(name), lambda whole, of=parameter: of.start(whole.view(-1, *of.shape)))
+            draw(self.get_parameter(name), partial(_start, parameter))
 
     def store_as_rows(self) -> None:
         for name in self._shapes:
@@ -120,6 +120,10 @@ def pooling_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
         for part, width in widths.items()
         for name, parameter in operator.parameters(l, width).items()
     }
+
+
+def _start(parameter: PoolingParameter, whole: Tensor) -> object:
+    return parameter.start(whole.view(-1, *parameter.shape))
 
 
 def _whole(parameter: Tensor) -> Tensor:

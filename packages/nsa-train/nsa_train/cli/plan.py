@@ -70,8 +70,8 @@ def plan(
     from nsa_train.train.datasets import vocabulary
 
     target = parse_target(gpus, config.runtime.device, option="--gpus")
-    links = {"node_gb_s": node_gb_s, "network_gb_s": network_gb_s}
-    device = replace(target.device, **{name: speed for name, speed in links.items() if speed is not None})
+    device = target.device
+    device = replace(device, node_gb_s=node_gb_s or device.node_gb_s, network_gb_s=network_gb_s or device.network_gb_s)
     target = replace(target, device=device, ranks_per_node=gpus_per_node or target.ranks_per_node)
     failures = FailureModel(gpu_hours_per_failure or LLAMA3_GPU_HOURS, restart_s, storage_gb_s)
     vocab_size = config.model.vocab_size or vocabulary(config)
