@@ -14,15 +14,20 @@ from pathlib import Path
 
 from nsa.files import write_atomic
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
-from nsa_train.data.rows.specs import DirectData, PreparedData, RowData
+from nsa_train.data.rows.specs import DirectData, MixedData, PreparedData, RowData
 from nsa_train.data.unit_exchange import ExchangeSettings
 
 GLOBAL_ROWS = 4
+MIXTURE = {"web": 6, "code": 3, "math": 1}
+"""Weights of the sets of a mixture, folders of its source."""
 
 
 def data_of(kind: str, source: str) -> RowData:
     if kind == "prepared":
         return PreparedData(source, seq_len=64, seed=5, with_provenance=True)
+    if kind == "mixture":
+        sets = [PreparedData(f"{source}/{name}", seq_len=64, seed=5, with_provenance=True) for name in MIXTURE]
+        return MixedData(tuple(sets), tuple(MIXTURE.values()), seq_len=64)
     packing = "best_fit" if kind == "direct_best_fit" else "concat"
     return DirectData(source, "byte", seq_len=64, seed=5, held_out_fraction=0.1, packing=packing, buffer_rows=8)
 

@@ -22,7 +22,12 @@ def documents(count: int, seed: int = 0, longest: int = 90) -> list[tuple[str, n
 
 
 def write_set(
-    path: Path, docs: list[tuple[str, np.ndarray]], *, docs_per_shard: int = 40, dtype: str = "uint16"
+    path: Path,
+    docs: list[tuple[str, np.ndarray]],
+    *,
+    docs_per_shard: int = 40,
+    dtype: str = "uint16",
+    tokenizer: str = "test",
 ) -> ShardManifest:
     folder = StorageFolder(str(path))
     shards = []
@@ -34,7 +39,7 @@ def write_set(
     (path / "_scratch").rmdir()
     manifest = ShardManifest(
         vocab_size=257,
-        tokenizer_fingerprint="test",
+        tokenizer_fingerprint=tokenizer,
         eos_id=EOS,
         dtype=dtype,
         made_from={"source": "memory"},

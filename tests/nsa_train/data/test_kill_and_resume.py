@@ -11,24 +11,26 @@ from pathlib import Path
 import pytest
 
 from tests.covering_cases import each_value
-from tests.nsa_train.data.row_child import GLOBAL_ROWS, data_of
+from tests.nsa_train.data.row_child import GLOBAL_ROWS, MIXTURE, cursor_path, data_of, newest_common_step
 from tests.nsa_train.data.shard_sets import documents, write_set
 
 STEPS = 60
-KINDS = ["prepared", "direct", "direct_best_fit"]
+KINDS = ["prepared", "direct", "direct_best_fit", "mixture"]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     base = tmp_path_factory.mktemp("sources")
     write_set(base / "prepared", documents(150))
+    for seed, name in enumerate(MIXTURE):  # of several epochs, and of less than one
+        write_set(base / "mixture" / name, documents(20 + 150 * seed, seed))
     rng = random.Random(1)
     (base / "direct").mkdir()
     for f in range(4):
         lines = [{"id": f"{f}/{i}", "text": "".join(rng.choices("abcde ", k=rng.randint(1, 150)))} for i in range(40)]
         (base / "direct" / f"{f}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     direct = dict.fromkeys(("direct", "direct_best_fit", "direct_divided"), str(base / "direct"))
-    return {"prepared": str(base / "prepared"), **direct}
+    return {"prepared": str(base / "prepared"), "mixture": str(base / "mixture"), **direct}
 
 
 def _calm(kind: str, source: str) -> list[tuple[object, object]]:
@@ -84,6 +86,35 @@ def test_three_kills_do_not_change_the_run(kind: str, world: int, sources: dict[
     for child in _start(kind, sources[kind], tmp_path, world, 3):
         assert child.wait(timeout=60) == 0
     assert _seen(tmp_path, world) == _calm(kind, sources[kind])
+
+
+@pytest.mark.nightly  # ten processes, each of which starts an interpreter and a prefetcher
+def test_a_mixture_killed_and_resumed_with_1_2_and_4_ranks_reads_the_same_rows(
+    sources: dict[str, str], tmp_path: Path
+) -> None:
+    for kill, world in enumerate((1, 2, 4)):
+        goal = 12 * (kill + 1)
+        ranks = _start("mixture", sources["mixture"], tmp_path, world, kill, hold_at=goal + 8)
+        while any(newest_common_step(tmp_path, rank + 1) < goal for rank in range(world)):
+            assert all(child.poll() is None for child in ranks)
+            time.sleep(0.005)
+        for child in ranks:
+            child.kill()
+        assert {child.wait() for child in ranks} == {-signal.SIGKILL}
+        _continue_with(tmp_path, world, 4)
+    for child in _start("mixture", sources["mixture"], tmp_path, 2, 3):
+        assert child.wait(timeout=60) == 0
+    assert _seen(tmp_path, 4) == _calm("mixture", sources["mixture"])
+
+
+def _continue_with(folder: Path, before: int, ranks: int) -> None:
+    """Give so many ranks the cursor of the newest step that all ranks have done: it is the same for every rank."""
+    step = newest_common_step(folder, before)
+    cursor = cursor_path(folder, 0, step).read_bytes()
+    for path in folder.glob("cursor*.json"):
+        path.unlink()
+    for rank in range(ranks):
+        cursor_path(folder, rank, step).write_bytes(cursor)
 
 
 def _lines(folder: Path, rank: int) -> int:

@@ -1,7 +1,7 @@
 """Rules between settings, and between a run's settings and its ranks; the loader adds where each value came from."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import PydanticCustomError
@@ -102,8 +102,14 @@ def check_checkpoint_store(url: str | None) -> Iterator[BrokenRule]:
             yield BrokenRule(("train.checkpoint_store",), f"train.checkpoint_store: {error} {fix}")
 
 
-def check_data(dataset: str, path: str | None) -> Iterator[BrokenRule]:
-    if dataset in ("local", "prepared") and path is None:
+def check_data(dataset: str, path: str | None, mixture: Mapping[str, float] | None) -> Iterator[BrokenRule]:
+    if mixture is not None and (dataset != "prepared" or path is not None or not mixture):
+        yield BrokenRule(
+            ("data.mixture", "data.dataset", "data.path"),
+            f"data.mixture is set, data.dataset is {dataset} and data.path is {path or 'null'}: a mixture is of "
+            f"prepared sets, in place of data.path. Set data.dataset=prepared data.path=null, or data.mixture=null.",
+        )
+    elif dataset in ("local", "prepared") and path is None and mixture is None:
         yield BrokenRule(
             ("data.dataset", "data.path"),
             f"data.dataset ({dataset}) needs data.path (null): there is no default location for your own data. "

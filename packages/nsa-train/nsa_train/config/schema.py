@@ -34,6 +34,7 @@ from nsa_train.config.model_sections import (
 )
 from nsa_train.config.setting_types import (
     TEXT_OR_LIST,
+    WEIGHTS,
     Changeable,
     ConfigSection,
     Count,
@@ -188,6 +189,17 @@ class _DataConfig(ConfigSection):
     path: Changeable[Text | None] = Field(
         default=None, description="Hub id, URL, folder or prepared folder; null is right for fineweb_edu and synthetic."
     )
+    mixture: Changeable[
+        Annotated[
+            dict[Text, Positive] | None,
+            WEIGHTS,
+            ValueDescription("prepared folders with weights, e.g. {sets/web: 0.7, sets/code: 0.3}"),
+        ]
+    ] = Field(
+        default=None,
+        description="Prepared sets of one tokenizer in place of data.path, each with the weight of its rows: after any "
+        "number of rows every set has its share to within one row.",
+    )
     tokenizer: Changeable[Text] = Field(
         default="byte", description="byte, or the path of a tokenizers JSON file. A prepared set is used with its own."
     )
@@ -242,7 +254,7 @@ class _DataConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        return rules.enforce(self, rules.check_data(self.dataset, self.path))
+        return rules.enforce(self, rules.check_data(self.dataset, self.path, self.mixture))
 
 
 class _TrackConfig(ConfigSection):

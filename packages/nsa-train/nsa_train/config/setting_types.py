@@ -65,6 +65,18 @@ TEXT_OR_LIST = BeforeValidator(_read_list)
 """A setting that is one word or a list of words; a config file may write the list in YAML's way."""
 
 
+def _read_weights(value: Any) -> Any:
+    """Text such as `{sets/web: 0.7, sets/code: 0.3}`, as a command line gives it, as a mapping."""
+    if not isinstance(value, str) or not (value.startswith("{") and value.endswith("}")):
+        return value
+    pairs = (part.rpartition(":") for part in value[1:-1].split(",") if part.strip())
+    return {name.strip().strip("\"'"): weight.strip() for name, _, weight in pairs}
+
+
+WEIGHTS = BeforeValidator(_read_weights)
+"""A mapping of names to numbers; a command line may write it in YAML's way."""
+
+
 OFF_OR_FULL = _read_bool("off", "full")
 OFF_OR_ON = _read_bool("off", "on")
 

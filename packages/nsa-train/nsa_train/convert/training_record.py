@@ -154,7 +154,8 @@ def _data(config: RunConfig) -> str:
     data = config.data
     if data.dataset == "synthetic":
         return f"synthetic rows ({data.synthetic_task}), no text"
-    return f"{data.dataset}: {_public_path(data.path)}" if data.path else data.dataset
+    paths = [data.path] if data.path else list(data.mixture or ())
+    return f"{data.dataset}: {', '.join(map(_public_path, paths))}" if paths else data.dataset
 
 
 def _public_path(path: str) -> str:
@@ -172,6 +173,8 @@ def _public_settings(config: RunConfig) -> dict[str, Any]:
             del settings[section][name]
     if config.data.path is not None:
         settings["data"]["path"] = _public_path(config.data.path)
+    if config.data.mixture is not None:
+        settings["data"]["mixture"] = {_public_path(path): weight for path, weight in config.data.mixture.items()}
     return settings
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from nsa.errors import ConfigError, DataError, NSAError
 from nsa_train import names
 from nsa_train.config.schema import RunConfig
-from nsa_train.data.rows.specs import GIB, DirectData, PreparedData, RowData, SyntheticData
-from nsa_train.data.shards.manifest import TRAIN, VALIDATION, read_from_set, read_manifest
+from nsa_train.data.rows.mixture import whole_weights
+from nsa_train.data.rows.specs import GIB, DirectData, MixedData, PreparedData, RowData, SyntheticData
+from nsa_train.data.shards.manifest import TRAIN, VALIDATION, ShardManifest, read_from_set, read_manifest
 from nsa_train.data.source.hub import FINEWEB_EDU
 from nsa_train.data.tokenizer import Tokenizer, check_same, load_tokenizer, tokenizer_record
 from nsa_train.planning.hardware import HardwareTarget
@@ -24,7 +25,7 @@ _HELD_OUT_SEED = 1 << 32  # synthetic rows of a seed that no run can be given
 def vocabulary(config: RunConfig) -> int:
     """Vocabulary size of the data."""
     if config.data.dataset == "prepared":
-        return read_manifest(StorageFolder(_path(config))).vocab_size
+        return _manifest(config).vocab_size
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
@@ -64,7 +65,7 @@ def data_tokenizer_record(config: RunConfig) -> dict[str, Any] | None:
     if config.data.dataset == "synthetic" or config.data.synthetic_on_fail:
         return None
     if config.data.dataset == "prepared":
-        return read_manifest(StorageFolder(_path(config))).tokenizer_record
+        return _manifest(config).tokenizer_record
     return tokenizer_record(load_tokenizer(config.data.tokenizer))
 
 
@@ -76,7 +77,7 @@ def require_set_tokenizer(config: RunConfig) -> None:
         tokenizer = load_tokenizer(config.data.tokenizer)
     except ConfigError:  # a set brings its own tokenizer, so the file may be missing
         return
-    manifest = read_manifest(StorageFolder(_path(config)))
+    manifest = _manifest(config)
     if tokenizer.fingerprint != manifest.tokenizer_fingerprint:
         raise ConfigError(
             f"data.tokenizer={config.data.tokenizer} has {tokenizer.vocab_size} ids (fingerprint "
@@ -115,6 +116,8 @@ def remote_address(config: RunConfig) -> str | None:
     """Address of the data if it is not on this machine, else None."""
     if config.data.dataset == "synthetic":
         return None
+    if config.data.mixture is not None:
+        return next((path for path in config.data.mixture if "://" in path), None)
     path = config.data.path
     if path is None:
         return config.data.dataset
@@ -153,17 +156,21 @@ def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_o
     if data.dataset == "synthetic":
         return SyntheticData(data.synthetic_task, vocab_size, seq_len, seed + _HELD_OUT_SEED if held_out else seed)
     if data.dataset == "prepared":
-        return PreparedData(
-            _path(config),
-            seq_len,
-            split=VALIDATION if held_out else TRAIN,
-            seed=seed,
-            shuffle=not held_out,
-            max_epochs=1 if held_out or data.on_end == "error" else None,
-            cache_path=data.cache_dir,
-            cache_limit_bytes=int(data.cache_gib * GIB),
-            mask_document_ends=data.mask_document_ends,
-        )
+        sets = [
+            PreparedData(
+                path,
+                seq_len,
+                split=VALIDATION if held_out else TRAIN,
+                seed=seed,
+                shuffle=not held_out,
+                max_epochs=1 if held_out or data.on_end == "error" else None,
+                cache_path=data.cache_dir,
+                cache_limit_bytes=int(data.cache_gib * GIB),
+                mask_document_ends=data.mask_document_ends,
+            )
+            for path in data.mixture or [_path(config)]
+        ]
+        return sets[0] if data.mixture is None else MixedData(tuple(sets), whole_weights(data.mixture), seq_len)
     return DirectData(
         _path(config),
         data.tokenizer,
@@ -181,7 +188,25 @@ def _rows(config: RunConfig, vocab_size: int, run_folder: Path | None, *, held_o
     )
 
 
+def _manifest(config: RunConfig) -> ShardManifest:
+    """The manifest of the prepared set, or of the first of a mixture, whose sets must have one tokenizer."""
+    manifests = {path: read_manifest(StorageFolder(path)) for path in config.data.mixture or [_path(config)]}
+    (first, manifest), *others = manifests.items()
+    for path, other in others:
+        if other.tokenizer_record != manifest.tokenizer_record:
+            raise ConfigError(
+                f"data.mixture has sets of different tokenizers: {first} with {manifest.vocab_size} ids (fingerprint "
+                f"{manifest.tokenizer_fingerprint[:16]}…) and {path} with {other.vocab_size} ids (fingerprint "
+                f"{other.tokenizer_fingerprint[:16]}…): the same ids mean other text. Prepare {path} again: nsa data "
+                f"prepare SRC OUT --tokenizer {first}/{names.TOKENIZER}"
+            )
+    return manifest
+
+
 def _path(config: RunConfig) -> str:
+    """Place of the data; of a mixture that of its first set."""
+    if config.data.mixture is not None:
+        return next(iter(config.data.mixture))
     if config.data.path is not None:
         return config.data.path
     if config.data.dataset == "fineweb_edu":

@@ -17,7 +17,7 @@ from nsa_train.checkpoint.transfer import S3Prefix
 from nsa_train.config.rules import broken_parallel_rules
 from nsa_train.config.schema import RunConfig
 from nsa_train.data.prefetcher import BatchPrefetcher, PrefetchSettings
-from nsa_train.data.rows.specs import DirectData, PreparedData
+from nsa_train.data.rows.specs import DirectData, MixedData, PreparedData
 from nsa_train.data.shards.manifest import read_manifest
 from nsa_train.planning.estimate import RunEstimate, estimate
 from nsa_train.planning.hardware import GIB, RANKS_PER_NODE, HardwareTarget, hardware_here, host_memory, process_memory
@@ -268,6 +268,9 @@ def _held_out(config: RunConfig, vocab_size: int, resuming: bool, *, fetch_remot
     try:
         if isinstance(data, PreparedData):
             return _in_manifest(data, wanted)
+        if isinstance(data, MixedData):
+            attempts = [_in_manifest(each, wanted) for each in data.sets]
+            return next((each for each in attempts if each.problem), attempts[0])
         if isinstance(data, DirectData):
             return _in_documents(data, wanted, config.data.loader_timeout_s)
     except DataError as error:

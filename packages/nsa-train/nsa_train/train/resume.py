@@ -160,7 +160,7 @@ def require_same_data(checkpoint: Path, config: RunConfig, data: RowData, change
     Listing a large remote source takes long, so one with an unchanged name is left to the loader, which also checks.
     """
     cursor: Mapping[str, Any] | None = RunRecord.read(checkpoint).data_cursor.get("cursor")
-    same_name = not any(change.key in ("data.path", "data.tokenizer") for change in changes)
+    same_name = not any(change.key in ("data.path", "data.mixture", "data.tokenizer") for change in changes)
     if cursor is None or (same_name and datasets.remote_address(config)):
         return
     try:

@@ -113,6 +113,10 @@ def test_preflight_checks_the_data_of_the_evaluation(tmp_path, sets):
     assert verdict(tmp_path, *of_documents("0.000001")).status == RuleStatus.FAIL
     assert verdict(tmp_path, *of_documents("0.02")).status == RuleStatus.PASS
     assert verdict(tmp_path, *EVALUATED).status == RuleStatus.PASS, "synthetic rows never end"
+    mixed = ["data.dataset=prepared", *EVALUATED]
+    for others, status in (("without", RuleStatus.FAIL), ("with/.", RuleStatus.PASS)):
+        mixture = f"data.mixture={{{sets[0] / 'with'}: 3, {sets[0]}/{others}: 1}}"
+        assert verdict(tmp_path, *mixed, mixture).status == status
     assert verdict(tmp_path, *without, "train.eval_every=0") is None
     assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu", "data.held_out=0").status == RuleStatus.FAIL
     assert verdict(tmp_path, *EVALUATED, "data.dataset=fineweb_edu").status == RuleStatus.NOT_CHECKED

@@ -77,6 +77,22 @@ def test_every_run_has_a_whole_page_that_needs_nothing_else(make, tmp_path):
         assert "nan" not in re.sub(r"<title>.*?</title>|<text.*?</text>|aria-label=\".*?\"", "", svg, flags=re.S)
 
 
+def test_mfu_tokens_per_dollar_and_rows_of_a_mixture_are_there_where_they_are_known(tmp_path):
+    def words(name, run, config):
+        return " ".join(" ".join(Page(report(write_run(tmp_path / name, run, config=config))).words).split())
+
+    data = {"mixture": {"sets/web": 0.6, "sets/code": 0.3, "sets/math": 0.1}}
+    known = a_run(20, lambda step: {"mfu": 0.384, "tokens_per_usd": 1_000_000.0, "tokens_seen": 64 * 13})
+    text = words("known", known, {"data": data, "train": {"seq_len": 64}})
+    assert "MFU 38 % model FLOPs over the peak" in text
+    assert "tokens per dollar 1,693 of all the time; 1,000,000 while it trains" in text
+    assert "sets/web 60 % 8 62 % 512" in text
+    assert "sets/code 30 % 4 31 % 256" in text
+    assert "sets/math 10 % 1 7.7 % 64" in text
+    text = words("unknown", a_run(20), {"data": {"mixture": {"a": "x", "b": -1}}, "train": {"seq_len": 64}})
+    assert not {"MFU", "tokens per dollar", "Data mixture"} & {*re.findall("MFU|tokens per dollar|Data mixture", text)}
+
+
 def test_the_plots_of_the_issue_are_there(tmp_path):
     page = Page(report(restarted(tmp_path)))
     words = "\n".join(page.words)

@@ -13,6 +13,7 @@ import numpy as np
 from nsa.errors import ConfigError
 from nsa_train.data.document_stream import DocumentStream
 from nsa_train.data.rows.batch import Batch, EndOfData, rows_of_rank
+from nsa_train.data.rows.mixture import MixedRows
 from nsa_train.data.rows.packing import BestFitPacker, ConcatPacker, PackedRow, PackerResume
 from nsa_train.data.rows.prepared import PreparedRows
 from nsa_train.data.rows.synthetic import SyntheticRows
@@ -24,7 +25,7 @@ State = dict[str, Any]
 class IndexedRowStream:
     """Row stream over rows that can be computed from their position; its cursor is one integer."""
 
-    def __init__(self, rows: PreparedRows | SyntheticRows) -> None:
+    def __init__(self, rows: PreparedRows | MixedRows | SyntheticRows) -> None:
         self.kind = rows.kind
         self.seq_len = rows.seq_len
         self._rows = rows

@@ -4,13 +4,14 @@ Specs are small and picklable, because the prefetch process opens its own stream
 kind is a fallback for another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nsa.errors import ConfigError
 from nsa.options import SyntheticTask
 from nsa_train.data.document_stream import AtEnd, DocumentStream, Split
 from nsa_train.data.rows.batch import rows_of_rank
+from nsa_train.data.rows.mixture import MixedRows, MixtureOrder
 from nsa_train.data.rows.packing import Packing, make_packer
 from nsa_train.data.rows.prepared import PreparedRows
 from nsa_train.data.rows.row_stream import DirectRowStream, IndexedRowStream, RowStream
@@ -42,14 +43,14 @@ class PreparedData:
     with_provenance: bool = False
     mask_document_ends: bool = True
 
-    def open(self) -> RowStream:
+    def make_rows(self) -> PreparedRows:
         folder = StorageFolder(self.url)
         cache = ShardCache(Path(self.cache_path), self.cache_limit_bytes) if self.cache_path else None
         reader = ShardReader(folder, self.split, cache=cache)
         if self.tokenizer is not None:
             manifest = reader.manifest
             check_same(manifest.vocab_size, manifest.tokenizer_fingerprint, load_tokenizer(self.tokenizer))
-        rows = PreparedRows(
+        return PreparedRows(
             reader,
             self.seq_len,
             shuffle_seed=self.seed if self.shuffle else None,
@@ -57,10 +58,31 @@ class PreparedData:
             with_provenance=self.with_provenance,
             mask_document_ends=self.mask_document_ends,
         )
-        return IndexedRowStream(rows)
+
+    def open(self) -> RowStream:
+        return IndexedRowStream(self.make_rows())
 
     def __str__(self) -> str:
         return f"prepared set {self.url} ({self.split})"
+
+
+@dataclass(frozen=True, slots=True)
+class MixedData:
+    """Prepared sets of one tokenizer, of which rows are taken in the proportions of the weights."""
+
+    sets: tuple[PreparedData, ...]
+    weights: tuple[int, ...]
+    """See `nsa_train.data.rows.mixture.whole_weights`."""
+    seq_len: int
+
+    def open(self) -> RowStream:
+        rows = {each.url: replace(each, seq_len=self.seq_len).make_rows() for each in self.sets}
+        return IndexedRowStream(MixedRows(rows, MixtureOrder(self.weights)))
+
+    def __str__(self) -> str:
+        total = sum(self.weights)
+        shares = (f"{each.url} {weight / total:.1%}" for each, weight in zip(self.sets, self.weights, strict=True))
+        return f"prepared sets {', '.join(shares)} ({self.sets[0].split})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +158,7 @@ class SyntheticData:
         return f"synthetic rows ({self.task})"
 
 
-RowData = PreparedData | DirectData | SyntheticData
+RowData = PreparedData | MixedData | DirectData | SyntheticData
 
 
 def check_batch(data: RowData, global_rows: int, world: int) -> None:

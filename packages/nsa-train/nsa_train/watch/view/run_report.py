@@ -1,13 +1,16 @@
 """HTML report of one run (summary, curves, gates, timeline, goodput, findings, events, configuration) or of several."""
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from nsa.errors import ConfigError
 from nsa_train import names
 from nsa_train.config.layer import flatten
+from nsa_train.data.rows.mixture import MixtureOrder, whole_weights
 from nsa_train.record import record_files, value_checks
 from nsa_train.record.events import EventKind, RunEvent
 from nsa_train.record.run_data import RunData
@@ -54,6 +57,7 @@ def render(snapshot: RunSnapshot) -> str:
         ("Gates by layer over time", "gates", _gates(run)),
         ("Timeline", "timeline", _timeline(run, wall)),
         ("Goodput", "goodput", _goodput(wall)),
+        *([("Data mixture", "mixture", mixture)] if (mixture := _mixture(run)) else []),
         ("Findings", "findings", _findings(snapshot)),
         ("Events", "events", _events(run.events)),
         ("Configuration", "configuration", _config(run)),
@@ -117,6 +121,10 @@ def _tiles(snapshot: RunSnapshot) -> list[tuple[str, str, str]]:
         ("tokens", count(summary.tokens), "seen, all ranks"),
         ("throughput", count(summary.toks_per_s), "tokens per second, median"),
         ("goodput", share(summary.goodput), f"of {duration(wall.total)}" if wall else "no time recorded"),
+        *([("MFU", share(summary.mfu), "model FLOPs over the peak, median")] if summary.mfu == summary.mfu else []),
+        *([("tokens per dollar", count(summary.tokens_per_usd_of_all),
+            f"of all the time; {count(summary.tokens_per_usd)} while it trains, median")]
+          if summary.tokens_per_usd == summary.tokens_per_usd else []),
         ("restarts", str(summary.restarts),
          f"{summary.rollbacks} rollbacks · {summary.lost_steps:,} steps repeated · {summary.skipped} skipped"),
         ("findings", str(len(levels)),
@@ -173,6 +181,26 @@ def _goodput(wall: Goodput | None) -> str:
     rows.append(("total", duration(wall.total), share(1.0), "from the first start event to the last record"))
     causes = table(("cause", "time", "share", "how it is measured"), rows, numbers=(1, 2))
     return f'<div class="bar">{"".join(bar)}</div>{causes}'
+
+
+def _mixture(run: RunData) -> str:
+    """Rows of each set so far, from the weights: the order of the sets depends on nothing else. Empty without one."""
+    settings, length = (value_checks.section(run.config.get(name)) or {} for name in ("data", "train"))
+    weights, seq_len = value_checks.section(settings.get("mixture")), value_checks.whole(length.get("seq_len"))
+    tokens = run.lead.column("tokens_seen")[-1] if len(run.lead) else 0.0
+    if not weights or not seq_len or not math.isfinite(tokens):
+        return ""
+    try:
+        whole = whole_weights({name: float(weight) for name, weight in weights.items()})
+    except (ConfigError, ValueError, TypeError, ArithmeticError):
+        return ""
+    rows = int(tokens) // seq_len
+    columns = zip(weights, whole, MixtureOrder(whole).counts(rows), strict=True)
+    lines = [
+        (plain(name), share(weight / sum(whole)), f"{n:,}", share(n / rows) if rows else UNKNOWN, count(n * seq_len))
+        for name, weight, n in columns
+    ]
+    return table(("set", "weight", "rows", "share", "tokens"), lines, numbers=(1, 2, 3, 4))
 
 
 def _findings(snapshot: RunSnapshot) -> str:
