@@ -180,8 +180,8 @@ assert HeartbeatRecord.now(ts=0.0, rank=0, step=1, msg="progress", **values).met
 """
 CONDITION = {
     "nsa_train/watch/conditions.py": (
-        "CONDITIONS = _table(\n",
-        "CONDITIONS = _table(\n"
+        "_CONDITIONS = (\n",
+        "_CONDITIONS = (\n"
         '    HealthCondition("lr_zero", _W, "lr", "learning rate of 0 for {gate_records} records",\n'
         '                    "check train.lr_schedule", alert_for_s=_WARNING_FOR_S),\n',
     ),
