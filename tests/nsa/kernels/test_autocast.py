@@ -24,7 +24,7 @@ from tests.shapes import attention_args
 ATTENTION = [branch for branch in BRANCHES if branch != "select"]
 WHERE = [
     *((name, "cpu") for name in RUN_HERE),
-    *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in BACKENDS if name != "cpu"),
+    *(pytest.param(name, "cuda", marks=pytest.mark.cuda) for name in BACKENDS if name not in ("cpu", "flash")),
 ]
 on_every_backend = pytest.mark.parametrize(("backend", "device"), WHERE)
 

@@ -203,7 +203,7 @@ def test_only_rows_of_one_document_in_half_precision_are_direct(package, monkeyp
 
 @pytest.mark.parametrize("package_name", PACKAGES)
 def test_signatures_are_those_of_the_packages(package_name):
-    """Of the package's own source file, which no import is needed for."""
+    """Read from the source file of the package, without importing it."""
     for module, functions in PACKAGES[package_name].items():
         file = Path(*module.split(".")).with_suffix(".py")
         places = [Path(folder) / file for folder in sys.path if (Path(folder) / file).is_file()]

@@ -64,7 +64,7 @@ VARIABLES: dict[str, _EnvVariable] = {
 }
 
 _SELECTION = "the selected branch has one exact path per backend, chosen by kernels.selected"
-_FLASH_ATTN = "flash-attn is not used; our own kernels run instead, chosen by"
+_FLASH_ATTN = "flash-attn is a package of the backend flash, chosen by"
 
 RETIRED: dict[str, str] = {
     "NSA_USE_FA2": f"{_FLASH_ATTN} kernels.sliding and kernels.compressed",
