@@ -367,7 +367,7 @@ VALUES_BEFORE = {"nsa.kv": "per_branch", "data.mask_document_ends": False}
 RETIRED_KEYS = {
     "runtime.use_triton_sel": "the backend of each branch is chosen by kernels.selected and kernels.select",
     "runtime.sel_triton_min_L": "kernels.selected=auto chooses one backend for every length",
-    "runtime.fa2_enabled": "flash-attn is a package of the backend flash, chosen by kernels.sliding and kernels.compressed",
+    "runtime.fa2_enabled": "flash-attn is in the backend flash, chosen by kernels.sliding and kernels.compressed",
     "runtime.fa2_min_len_win": "kernels.sliding=auto chooses one backend for every length",
     "runtime.fa2_min_len_cmp": "kernels.compressed=auto chooses one backend for every length",
 }
