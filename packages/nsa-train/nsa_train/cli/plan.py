@@ -60,7 +60,8 @@ def plan(
     """
     if gpus is None:
         raise ConfigError(
-            "--gpus was not given: layouts depend on the GPU and on their number. Add --gpus h100-80gb:8."
+            "--gpus was not given: the best layout depends on the GPU and on how many there are. Write e.g. --gpus "
+            "h100-80gb:8."
         )
     config = resolve(arguments or [])
     require_packages(*DATA_PACKAGES)
