@@ -155,7 +155,7 @@ def test_plans_are_committed_for_the_hardware_of_their_configs():
 @pytest.mark.parametrize("name", ["base_7b_128k", "base_7b_1m"])
 def test_the_config_of_many_gpus_has_the_first_layout_of_its_committed_plan(name):
     lines = (CONFIGS.parent / f"docs/plans/{name}.txt").read_text().splitlines()
-    settings = lines[lines.index("The first, to give after the config:") + 1].split()
+    settings = lines[lines.index("Settings of the first, to add after the config:") + 1].split()
     planned, config = dict(word.split("=") for word in settings), load(CONFIGS / f"{name}.yaml")
     # A long run recomputes something until a GPU has confirmed its memory
     # (tests/nsa_train/config/test_shipped_configs.py).

@@ -168,7 +168,7 @@ def _rows(figures: "RunEstimate") -> Iterator[tuple[str, str, str]]:
     chosen, activations = memory.gradient_checkpointing, memory.activations
     modes = (f"{size(activations.peak(mode))} {mode}" for mode in CHECKPOINTING if mode != chosen)
     yield "  activations", size(activations.peak(chosen)), f"gradient checkpointing {chosen}; {', '.join(modes)}"
-    yield "    of it kernels", size(memory.activations.workspace), "at most; temporary"
+    yield "    of which kernels", size(memory.activations.workspace), "at most; temporary"
     if memory.communication:
         note = f"between ranks; estimated, not measured; gathered weights are {figures.padding:.4f} of those needed"
         yield "  communication", size(memory.communication), note

@@ -149,7 +149,7 @@ def print_plan(
     if plan.ranked:
         _table(
             console,
-            ("data", "tp", "cp", "rows", "passes", "checkpointing", "memory", "step", "of it waits", "tokens/s", "lost",
+            ("data", "tp", "cp", "rows", "passes", "checkpointing", "memory", "step", "time waited", "tokens/s", "lost",
              "price"),
             [_row(each) for each in plan.ranked[:top]],
         )  # fmt: skip
@@ -169,7 +169,7 @@ def _row(figures: "LayoutFigures") -> tuple[str, ...]:
 
 def _print_best(console: "Console", config: "RunConfig", plan: "LayoutPlan", counts: "StepCounts | None") -> None:
     best = plan.ranked[0]
-    console.print("\nThe first, to give after the config:", style="bold")
+    console.print("\nSettings of the first, to add after the config:", style="bold")
     console.print("  " + " ".join(best.layout.overrides()), soft_wrap=True)
     console.print("\nMemory of a GPU", style="bold")
     _table(console, None, list(_memory_rows(best)))
@@ -196,7 +196,7 @@ def _memory_rows(figures: "LayoutFigures") -> Iterator[tuple[str, str, str]]:
     memory, layout = figures.memory, figures.layout
     yield "weights, gradients, optimizer", size(_state_bytes(memory)), "rank 0's share"
     yield "activations", size(memory.activations.peak(layout.checkpointing)), f"checkpointing {layout.checkpointing}"
-    yield "  of it kernels", size(memory.activations.workspace), "at most; temporary"
+    yield "  of which kernels", size(memory.activations.workspace), "at most; temporary"
     yield "gathered weights and gradients", size(memory.communication), "a block in use and one ahead"
     yield (
         "gathered weights / needed",
