@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def test_an_imported_run_has_the_tokenizer_and_settings_of_the_first(kind, tmp_p
     tokenizer = ByteTokenizer() if kind == "byte" else train_bpe(["some words"] * 9, 270, tmp_path / "bpe.json")
     save_run(tmp_path / "run", tokenizer=tokenizer)
     export_folder(tmp_path / "run", tmp_path / "out")
-    import_folder(tmp_path / "out", tmp_path / "back", key=KEY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        import_folder(tmp_path / "out", tmp_path / "back", key=KEY)
     first, back = open_trained_model(tmp_path / "run"), open_trained_model(tmp_path / "back", key=KEY)
     assert back.record.step == first.record.step == 20
     saved = back.tokenizer()

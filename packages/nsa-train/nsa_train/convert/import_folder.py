@@ -5,6 +5,7 @@ implies. Code, pickles and `auto_map` in the folder are ignored: nothing in it i
 """
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,9 @@ def import_folder(folder: Path, out: Path, *, key: bytes | None = None) -> Expor
         checkpoints = CheckpointFolder(staging / names.CHECKPOINTS, key=key)
         saving = checkpoints.begin(step)
         writer = HashingWriter(saving)
-        dist_cp.save({"model": tensors}, storage_writer=writer, planner=SharedSavePlanner(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the missing process group
+            dist_cp.save({"model": tensors}, storage_writer=writer, planner=SharedSavePlanner(), no_dist=True)
         RunRecord(step, 1, config.model_dump(mode="json"), {}, more=more).write(saving)
         if exported.tokenizer is not None:
             (saving / names.TOKENIZER).write_text(exported.tokenizer.to_json(), encoding="utf-8")
