@@ -27,7 +27,7 @@ from nsa_train.cli.outputs import require_writable_file, table_console
 from nsa_train.config.load import load
 from proofs.perf_model import fit as fitting
 from proofs.perf_model import report as reports
-from proofs.perf_model.gpus import GpuModel, gpu_named
+from proofs.perf_model.gpus import HOST_US, GpuModel, gpu_named
 from proofs.perf_model.prediction import HOST_TIME
 from proofs.perf_model.selection_overlap import measure_overlap
 from proofs.perf_model.training_step import predict_step, shape_of
@@ -49,6 +49,9 @@ def perf_model(
     launch_us: Annotated[
         float, typer.Option(min=0.0, help="Microseconds per launch: 5 from Python, about 1.5 in a CUDA graph.")
     ] = 5.0,
+    host_us: Annotated[
+        tuple[float, float], typer.Option(help="Microseconds of host time of a layer, forward and both passes.")
+    ] = HOST_US,
     bundle: Annotated[
         Path | None, typer.Option(help="Archive of a GPU check on this GPU: its measured terms replace assumptions.")
     ] = None,
@@ -63,7 +66,8 @@ def perf_model(
 
     Each kernel's loop is counted from its launcher's grid, on blocks that the real selection chooses here. Its time is
     its slowest bound: tensor cores with exponentials, instructions (from its machine code), memory, L2, launches,
-    torch's sorts and scans. **Dense** is published FlashAttention; both sides are timed by the same rule.
+    torch's sorts and scans. Units that wait for the last programs of a grid (*tail*) are counted. **Dense** is
+    published FlashAttention; both sides are timed by the same rule.
 
     *selected*: our selected branch, forward, with its index, beside the paper's loop, which processes one query of a
     group at a time. The second table is of the last length, slowest kernel first.
@@ -86,7 +90,7 @@ def perf_model(
     console = table_console(200)
     console.print(reports.headline(report))
     with progress() as log:
-        for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log, measured):
+        for pair in reports.model(gpu, lengths, dtype, shape, data, as_triton, launch_us, log, measured, host_us):
             report.pairs.append(pair)
     _print_fitting(console, reports.TOTAL_COLUMNS, [reports.total_row(pair) for pair in report.pairs])
     last = report.pairs[-1].both

@@ -21,9 +21,10 @@ def bounds(sizes: LaunchSizes, branch: str) -> tuple[Tensor, Tensor, int]:
     return *compressed_bounds(pos_BS, zero_BS, g, sizes.n_compressed), sizes.n_compressed
 
 
-def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int]:
-    """Count the steps of one group: a tile of m rows loops from its smallest first key, rounded down to n, to its
-    largest end; and how many of those tiles of keys all its rows see."""
+def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[Tensor, int]:
+    """Count the steps of one group's programs, in their order, the last rows first: a tile of m rows loops from its
+    smallest first key, rounded down to n, to its largest end; and how many of all those tiles of keys all its rows
+    see."""
     lo_BS, hi_BS, _ = bounds(sizes, branch)
     heads, last = sizes.shape.heads_per_group, sizes.length - 1
     first_row = torch.arange(0, sizes.rows, tiles.m)
@@ -32,12 +33,12 @@ def query_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple
     begin = lo_BS[0, first] // tiles.n
     trips = (_up(hi_BS[0, end], tiles.n) - begin).clamp(min=0)
     inner = (hi_BS[0, first] // tiles.n - _up(lo_BS[0, end], tiles.n)).clamp(min=0)
-    return int(trips.sum()), int(inner.sum())
+    return trips.flip(0), int(inner.sum())
 
 
-def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[int, int, int]:
-    """Count the steps of one group: rows in steps of m for every tile of n keys, cut into parts; how many of those
-    steps' rows all see every key; and how many parts there are."""
+def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[Tensor, int, int]:
+    """Count the steps of one group, [parts, tiles]: rows in steps of m for every tile of n keys, cut into parts; how
+    many of all those steps' rows all see every key; and how many parts there are."""
     lo_BS, hi_BS, n_keys = bounds(sizes, branch)
     s, heads = sizes.shape, sizes.shape.heads_per_group
     q = torch.empty((1, sizes.length, s.n_kv_groups, heads, s.d_k), device="meta")
@@ -52,7 +53,7 @@ def key_tile_trips(sizes: LaunchSizes, branch: str, tiles: TileSizes) -> tuple[i
     late = torch.searchsorted(lo_BS[0], begin, right=True)  # and before that the first
     inner_first = mine + _up(((reaching - first) * heads - mine).clamp(min=0), tiles.m) * tiles.m
     inner = (((late - first) * heads).minimum(last) - inner_first).clamp(min=0) // tiles.m
-    return int(_up(last - mine, tiles.m).sum()), int(inner.sum()), parts
+    return _up(last - mine, tiles.m), int(inner.sum()), parts
 
 
 def _up(x: Tensor, n: int) -> Tensor:

@@ -17,6 +17,9 @@ L2_SHARE = 0.6
 """Share of the cache's width times clock that loads reach: assumed, the same for all kernels."""
 LAUNCH_S = 5e-6
 """One launch from Python after another: assumed. A CUDA graph would save most of it."""
+HOST_US = (209.0, 567.0)
+"""Host time of a layer, forward and both passes, in microseconds: `python -m tools.bench_host_time`, one row, on the
+machine of docs/experiments/2026-11-19-first-gpu-hour.md."""
 SORT_CLOCKS = 50.0
 """Multiprocessor clocks per key of torch's sort of short rows (3 Gkeys/s on an A100): assumed."""
 SCAN_S = 0.120e-3 / 65536

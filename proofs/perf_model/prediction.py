@@ -1,8 +1,9 @@
 """Predicted time of an attention layer: each kernel takes its slowest bound, and kernels run one after the other."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from heapq import heapreplace
 from typing import Any
 
 from nsa.bench.case import SHAPES, BenchShape
@@ -45,6 +46,8 @@ class KernelPrediction:
     exponentials: float
     launches: int
     bounds_s: dict[str, float]
+    tail: float = 1.0
+    """What arithmetic and instructions were multiplied by: see `tail_of`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class LayerPrediction:
     dense_seconds: float
     group_centric: KernelPrediction
     host_seconds: float = 0.0
-    """Measured on the host; the device waits where it is the longer. 0: not included."""
+    """Measured on the host of this GPU; the device waits where it is the longer. 0: not included."""
     label: str = MODELLED
 
     @property
@@ -74,6 +77,10 @@ class LayerPrediction:
     def ratio(self) -> float:
         """Speed-up over dense."""
         return self.dense_seconds / self.seconds
+
+    def ratio_with_host(self, host_s: float) -> float:
+        """Speed-up over dense if the host needs so long to launch a layer: the device waits where that is longer."""
+        return self.dense_seconds / max(host_s, self.seconds)
 
     @property
     def selected_seconds(self) -> float:
@@ -187,18 +194,20 @@ def time_of(
     slowdown: float = 1.0,
     launch_s: float = LAUNCH_S,
 ) -> KernelPrediction:
-    """The slowest of: arithmetic, instructions, memory, cache, launches, and torch's sorts and scans."""
+    """The slowest of: arithmetic and instructions, with the tail of the grid, memory, cache, launches, and torch's
+    sorts and scans."""
+    tail = 1.0 if work.programs is None else tail_of(work.programs.tolist(), gpu.clock.units)
     hmma_flops = counted.hmma_flops * work.trips if counted else 0
     flops = max(work.flops, float(hmma_flops))
     missed = max(0.0, 1 - gpu.clock.l2_bytes / work.shared_bytes) if work.shared_bytes else 0.0
     hbm_bytes = work.hbm_bytes + missed * max(0.0, work.l2_bytes - work.hbm_bytes)
-    arithmetic = slowdown * stretch(gpu, work.backward) * serial_s(gpu, dtype, flops, work.exponentials)
+    arithmetic = tail * slowdown * stretch(gpu, work.backward) * serial_s(gpu, dtype, flops, work.exponentials)
     products_lead = flops / gpu.flops_per_s(dtype) >= work.exponentials / (
         EXPONENTIALS_PER_CLOCK * gpu.unit_clocks_per_s
     )
     bounds = {
         "tensor cores" if products_lead else "exponentials": arithmetic,
-        "instructions": counted.of(work) / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
+        "instructions": tail * counted.of(work) / (SCHEDULERS * gpu.unit_clocks_per_s) if counted else 0.0,
         "memory": hbm_bytes / gpu.memory_bytes_per_s,
         "L2": work.l2_bytes / gpu.cache_bytes_per_s,
         "launch": work.launches * launch_s,
@@ -208,5 +217,14 @@ def time_of(
     bound = max(bounds, key=lambda name: bounds[name])
     return KernelPrediction(
         work.name, work.backward, bounds[bound], bound, flops, hbm_bytes, work.l2_bytes, work.exponentials,
-        work.launches, bounds,
+        work.launches, bounds, tail,
     )  # fmt: skip
+
+
+def tail_of(programs: Sequence[float], units: int) -> float:
+    """Time of programs that start in this order, each where a unit is free first, over the time of as many units that
+    share all work evenly. One program at a time keeps a unit busy."""
+    free = [0.0] * units
+    for work in programs:
+        heapreplace(free, free[0] + work)
+    return max(free) * units / sum(programs) if sum(programs) else 1.0

@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from nsa.kernels.triton.selection import select_sizes
 from nsa.kernels.triton.tuning import TileSizes, choose
 from proofs.perf_model.bounds import key_tile_trips, query_tile_trips
@@ -56,7 +59,8 @@ def _query_tiles(
     `columns`: of the products of one score; `own_bytes`: tensors that each program reads or writes once.
     """
     tiles, groups, n_keys = tiles_of(kernel, sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
-    trips, inner = (n * groups for n in query_tile_trips(sizes, branch, tiles))
+    steps, inner = query_tile_trips(sizes, branch, tiles)
+    trips, inner = int(steps.sum()) * groups, inner * groups
     own = own_bytes + sizes.length * groups * 2 * INDEX
     axis = n_keys * sizes.key_bytes()
     return KernelWork(
@@ -66,6 +70,7 @@ def _query_tiles(
         l2_bytes=trips * tiles.n * sizes.key_bytes() + own,
         hbm_bytes=axis * groups + own,
         shared_bytes=axis * (branch != "sliding"),  # a window's keys are near each other
+        programs=steps.repeat(groups),
     )  # fmt: skip
 
 
@@ -75,10 +80,11 @@ def _axis(sizes: LaunchSizes, branch: str) -> int:
 
 def range_dkv(sizes: LaunchSizes, branch: str) -> KernelWork:
     tiles, groups, n_keys = tiles_of("range_dkv", sizes), sizes.shape.n_kv_groups, _axis(sizes, branch)
-    trips, inner, parts = key_tile_trips(sizes, branch, tiles)
+    steps, inner, parts = key_tile_trips(sizes, branch, tiles)
+    trips = int(steps.sum())
     sums = parts * n_keys * groups * sizes.key_bytes() * (4 / sizes.element if parts > 1 else 1)
     work = _dkv(f"range_dkv {branch}", sizes, trips * groups, tiles.m, tiles.n, n_keys, n_keys * groups * parts, sums)
-    work = replace(work, inner_trips=inner * groups)
+    work = replace(work, inner_trips=inner * groups, programs=steps.T.flatten().repeat(groups))
     return replace(work, shared_bytes=0.0) if branch == "sliding" else work
 
 
@@ -114,7 +120,8 @@ def _dkv(
 def select(sizes: LaunchSizes) -> KernelWork:
     """Per step KEEP blocks; their keys stay in registers while every head's queries are loaded in turn."""
     s, g, (tile, _) = sizes.shape, sizes.shape.geometry, select_tile(sizes)
-    steps, loaded, keys = (count * s.n_kv_groups for count in select_steps(sizes))
+    programs, loaded, keys = select_steps(sizes)
+    steps, loaded, keys = (count * s.n_kv_groups for count in (int(programs.sum()), loaded, keys))
     k, _ = sizes.padded()
     scores = steps * s.heads_per_group * tile["BLOCK_Q"] * tile["SPAN"] * tile["KEEP"]
     queries = loaded * s.heads_per_group * (sizes.key_bytes(values=False) + 4)
@@ -128,6 +135,7 @@ def select(sizes: LaunchSizes) -> KernelWork:
         l2_bytes=keys * sizes.key_bytes(values=False) + queries + idx,
         hbm_bytes=axis * s.n_kv_groups + own,
         shared_bytes=axis,
+        programs=programs.repeat(s.n_kv_groups),
     )  # fmt: skip
 
 
@@ -138,16 +146,17 @@ def select_tile(sizes: LaunchSizes) -> tuple[dict[str, int], int]:
     return tile, -(-(g.l // g.d - 1) // (g.l_sel // g.d))
 
 
-def select_steps(sizes: LaunchSizes) -> tuple[int, int, int]:
-    """Count for one group the steps of all tiles, up to the block of a tile's last query; queries and keys that they
-    load."""
+def select_steps(sizes: LaunchSizes) -> tuple[Tensor, int, int]:
+    """Count for one group the steps of its programs, in their order, the last tile first, up to the block of a tile's
+    last query; queries and keys that all of them load."""
     g, (tile, ahead) = sizes.shape.geometry, select_tile(sizes)
     per_step = tile["KEEP"] * tile["PER_SEL"]
-    steps = loaded = keys = 0
+    steps, loaded, keys = [], 0, 0
     for first in range(0, sizes.length, tile["BLOCK_Q"]):
         end = min(first + tile["BLOCK_Q"], sizes.length)
         mine = -(-((end - 1) // g.l_sel + 1) // tile["KEEP"])
-        steps, loaded = steps + mine + ahead, loaded + (mine + ahead) * (end - first)
+        steps.append(mine + ahead)
+        loaded += steps[-1] * (end - first)
         keys += min(mine * per_step, sizes.n_compressed)
         keys += ahead * min(per_step - tile["PER_SEL"], sizes.n_compressed)  # a row begins with no block before it
-    return steps, loaded, keys
+    return torch.tensor(steps[::-1]), loaded, keys

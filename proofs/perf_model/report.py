@@ -9,20 +9,20 @@ from nsa.bench.case import DTYPES, shape_named
 from nsa.bench.report import Line, draw_lines, seconds, to_markdown_table
 from nsa.errors import ConfigError
 from nsa.token_counts import parse_lengths, spell
-from proofs.perf_model.gpus import L2_SHARE, MEMORY_SHARE, GpuModel, MeasuredTerms, gpu_named
+from proofs.perf_model.gpus import HOST_US, L2_SHARE, MEMORY_SHARE, GpuModel, MeasuredTerms, gpu_named
 from proofs.perf_model.prediction import HOST_TIME, MODELLED, KernelPrediction, LayerPrediction, predict
 from proofs.perf_model.selection_overlap import measure_overlap
 from proofs.perf_model.training_step import StepPrediction
 
 SCHEMA = 1
 TOTAL_COLUMNS = (
-    "modelled", "forward", "dense", "ratio", "fwd+bwd", "dense both", "ratio both", "selected", "paper's loop",
-    "ratio loop",
+    "modelled", "forward", "dense", "ratio", "with host", "fwd+bwd", "dense both", "ratio both", "both with host",
+    "selected", "paper's loop", "ratio loop",
 )  # fmt: skip
 KERNEL_COLUMNS = (
-    "modelled kernel", "pass", "time", "share", "bound", "next bound", "TFLOP", "HBM GB", "L2 GB", "launches"
+    "modelled kernel", "pass", "time", "share", "bound", "next bound", "tail", "TFLOP", "HBM GB", "L2 GB", "launches"
 )  # fmt: skip
-NARROW: dict[tuple[str, ...], int] = {TOTAL_COLUMNS: 10, KERNEL_COLUMNS: 6}
+NARROW: dict[tuple[str, ...], int] = {TOTAL_COLUMNS: 9, KERNEL_COLUMNS: 6}
 """Columns that a terminal of 80 has room for."""
 
 
@@ -32,6 +32,8 @@ class PredictionPair:
 
     forward: LayerPrediction
     both: LayerPrediction
+    host_s: tuple[float, float] = (0.0, 0.0)
+    """Host time of each."""
 
 
 @dataclass
@@ -79,6 +81,7 @@ def model(
     launch_us: float,
     log: Callable[[str], None],
     measured: MeasuredTerms | None = None,
+    host_us: tuple[float, float] = HOST_US,
 ) -> Iterator[PredictionPair]:
     """A pair of predictions per dtype and length, from an overlap measured once per length."""
     gpu_named(gpu)
@@ -108,15 +111,16 @@ def model(
                 )
                 for backward in (False, True)
             )
-            yield PredictionPair(forward, both)
+            host_s = (0.0, 0.0) if measured is not None else (host_us[0] * 1e-6, host_us[1] * 1e-6)
+            yield PredictionPair(forward, both, host_s)
 
 
 def total_row(pair: PredictionPair) -> tuple[str, ...]:
     f, b = pair.forward, pair.both
     return (
         f"{spell(f.length)} {f.dtype}",
-        seconds(f.seconds), seconds(f.dense_seconds), f"{f.ratio:.2f}",
-        seconds(b.seconds), seconds(b.dense_seconds), f"{b.ratio:.2f}",
+        seconds(f.seconds), seconds(f.dense_seconds), f"{f.ratio:.2f}", f"{f.ratio_with_host(pair.host_s[0]):.2f}",
+        seconds(b.seconds), seconds(b.dense_seconds), f"{b.ratio:.2f}", f"{b.ratio_with_host(pair.host_s[1]):.2f}",
         seconds(f.selected_seconds), seconds(f.group_centric.seconds), f"{f.selected_ratio:.2f}",
     )  # fmt: skip
 
@@ -139,6 +143,7 @@ def _kernel_row(kernel: KernelPrediction, total: float) -> tuple[str, ...]:
     return (
         kernel.name, "bwd" if kernel.backward else "fwd", seconds(kernel.seconds),
         f"{100 * kernel.seconds / total:.1f} %", kernel.bound, f"{rest[0][1]} {seconds(rest[0][0])}",
+        f"{kernel.tail:.2f}",
         f"{kernel.flops / 1e12:.2f}" if kernel.flops else "", f"{kernel.hbm_bytes / 1e9:.2f}",
         f"{kernel.l2_bytes / 1e9:.2f}", str(kernel.launches),
     )  # fmt: skip
@@ -159,6 +164,7 @@ def assumptions(gpu: GpuModel) -> list[str]:
         f"at rows of 128 ({p.source}); other widths and our kernels follow the same rule",
         f"L2: {gpu.l2_bytes_per_s / 1e12:.1f} TB/s ({gpu.l2_source}) times {L2_SHARE}; memory times {MEMORY_SHARE}",
         f"--as-triton makes our arithmetic {p.triton_slowdown:.2f} times slower ({p.triton_source})",
-        "a kernel takes its slowest bound: stalls, tails of the grid and imbalance are not modelled; nor is Python "
-        "between launches",
+        "a kernel takes its slowest bound; its programs start in order, one at a time on each unit, and 'tail' is what "
+        "arithmetic and instructions take longer than if units shared them evenly; stalls are not modelled",
+        "with host: a layer takes at least the time of Python between its launches (--host-us), one row",
     ]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from nsa.kernels.triton import PIECE
 from nsa.kernels.triton.block_index import IndexSizes, index_sizes
 from nsa.kernels.triton.selected import keys_of, most_cuts, rows_of, span_of
@@ -39,6 +41,8 @@ class BlockReaders:
     keys: int
     cuts: int
     n_spans: int
+    programs: Tensor
+    """Steps of each program of a span, in their order."""
 
 
 def index_of(sizes: LaunchSizes) -> IndexSizes:
@@ -55,8 +59,10 @@ def readers(sizes: LaunchSizes, overlap: SelectionOverlap, backward: bool) -> Bl
     trips, pieces = overlap.trips(PIECE, tiles.m, spans)
     rows = overlap.entries() * s.n_heads
     inner = trips * cuts - overlap.masked_trips(PIECE, tiles.m, keys, spans)
-    groups = s.n_kv_groups
-    return BlockReaders(trips * cuts * groups, inner * groups, pieces * groups, rows, tiles.m, keys, cuts, spans)
+    groups, programs = s.n_kv_groups, overlap.piece_steps(PIECE, tiles.m, spans).repeat(s.n_kv_groups * cuts)
+    return BlockReaders(
+        trips * cuts * groups, inner * groups, pieces * groups, rows, tiles.m, keys, cuts, spans, programs
+    )  # fmt: skip
 
 
 def _kernel(backward: bool) -> str:
@@ -75,6 +81,7 @@ def selected_forward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWor
         hbm_bytes=sizes.queries_bytes() + r.n_spans * _keys_bytes(sizes) + slots,
         shared_bytes=sizes.queries_bytes() / s.n_kv_groups / r.n_spans,
         launches=r.n_spans,
+        programs=r.programs,
     )  # fmt: skip
 
 
@@ -102,6 +109,7 @@ def selected_backward(sizes: LaunchSizes, overlap: SelectionOverlap) -> KernelWo
         hbm_bytes=rows + r.n_spans * _keys_bytes(sizes) + sums + slots,
         shared_bytes=rows / s.n_kv_groups / r.n_spans,
         launches=r.n_spans,
+        programs=r.programs,
     )  # fmt: skip
 
 

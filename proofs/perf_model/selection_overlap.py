@@ -73,11 +73,16 @@ class SelectionOverlap:
 
         Spans of queries run one after the other: each has its share of every window's readers.
         """
-        heads = self.shape.heads_per_group
-        shares = -(-self.readers // n_spans)
-        whole, rest = shares // piece, shares % piece
-        steps = whole * -(-piece * heads // m) + -(-rest * heads // m)
-        return n_spans * int(steps.sum()), n_spans * int((whole + (rest > 0)).sum())
+        steps = self.piece_steps(piece, m, n_spans)
+        return n_spans * int(steps.sum()), n_spans * len(steps)
+
+    def piece_steps(self, piece: int, m: int, n_spans: int = 1) -> Tensor:
+        """Those of each piece of a span, in their order."""
+        shares, heads = -(-self.readers // n_spans), self.shape.heads_per_group
+        pieces, rest = -(-shares // piece), shares % piece
+        steps = torch.full((int(pieces.sum()),), -(-piece * heads // m))
+        steps[(pieces.cumsum(0) - 1)[rest > 0]] = -(-rest[rest > 0] * heads // m)
+        return steps
 
     def masked_trips(self, piece: int, m: int, keys: int, n_spans: int = 1) -> int:
         """Those of `trips` over all cuts of `keys` keys in which a query may not see every key of the cut.

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from nsa.bench.case import TORCH_DTYPES, BenchShape
 from nsa.errors import ConfigError
 from nsa.kernels import triton as backend
@@ -31,6 +33,8 @@ class KernelWork:
     """Keys that torch sorts in short rows."""
     scanned: float = 0.0
     """Elements of long rows that torch scans with one block: running maxima."""
+    programs: Tensor | None = None
+    """Work of each program, in any unit, in the order in which they start; None: all alike, and many."""
 
 
 @dataclass(frozen=True)

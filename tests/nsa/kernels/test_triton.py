@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nsa.check.cases import KernelCase
-from nsa.check.comparison import blocks_error, relative_rms
+from nsa.check.comparison import blocks_error, poisoned_memory, relative_rms
 from nsa.check.kernel_call import KernelCall, QueryPositions
 from nsa.geometry import Geometry
-from nsa.kernels.interface import KernelShape
+from nsa.kernels.interface import BranchInputs, KernelShape
 from nsa.kernels.registry import BACKENDS
 from nsa_train.config.schema import RunConfig
 from nsa_train.planning.activations import ForwardPass, _workspace_bytes
@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 import triton
 import triton.language as tl
 
-from nsa.kernels.triton import block_index, selected
+from nsa.kernels.triton import attend_forward, block_index, selected
 from nsa.kernels.triton.tile import narrowed
 
 interpreted = pytest.mark.skipif("triton" not in RUN_HERE, reason="runs under TRITON_INTERPRET=1")
@@ -239,6 +239,19 @@ def test_same_bits_in_any_order_of_programs(branch):
             got = outputs()
         assert ran != sorted(ran)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@interpreted
+def test_the_last_queries_start_first():
+    """They see the most keys: programs start in order, and the short ones fill the units that are left at the end."""
+    call = call_of(6, (16, 24), torch.float32, SIZES[0], packed=False)
+    q, (k, v), where = call.q_BSGRK, call.compressed, (call.layout.pos_BS, call.layout.first_BS)
+    with poisoned_memory(), programs_run(lambda n: [0] * n):
+        idx = TRITON.functions.select(q, k, *where, **call.choosing)
+        out, _ = attend_forward(BranchInputs("compressed", q, k, v, None, *where, call.geometry, call.scale))
+    for written_S in (idx[0, :, 0, 0] != torch.iinfo(idx.dtype).max, out[0, :, 0, 0, 0].isfinite()):
+        assert written_S[-1]
+        assert not written_S[0]
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Run under TRITON_INTERPRET=1: the real kernels are executed, what their loops do is counted.
 
 One JSON line: for the model as it is, and with each planted mistake, kernel → counted and modelled FLOPs, exponentials,
-bytes, and tiles without masks.
+bytes, tiles without masks, and the tail that the order of programs leaves.
 """
 
 import json
@@ -17,12 +17,15 @@ from nsa.kernels import triton
 from nsa.kernels.interface import LayerInputs
 from nsa.kernels.triton import range_attention, selected, selected_backward
 from proofs.perf_model import index_kernels, range_kernels, selected_kernels
+from proofs.perf_model.prediction import tail_of
 from proofs.perf_model.selection_overlap import SelectionOverlap
 from proofs.perf_model.work import LaunchSizes
 
 counted: defaultdict[str, Counter] = defaultdict(Counter)
-branch, kernel = "", ""
-LENGTH = 250
+by_program: defaultdict[str, Counter] = defaultdict(Counter)
+"""FLOPs of each program of a kernel."""
+branch, kernel, program = "", "", (0, 0, 0)
+LENGTH, UNITS = 250, 5
 
 
 def wrap(owner, name, note):
@@ -48,11 +51,21 @@ def enter(self, *args) -> None:
         branch = "sliding" if args[self.arg_names.index("k")].shape[1] == LENGTH else "compressed"
 
 
+def begin(self, *place) -> None:
+    global program
+    program = place[::-1]  # a GPU starts programs by their last number, then the one before it
+
+
+def multiply(self, a, b, *_) -> None:
+    flops = 2 * a.data.shape[0] * b.data.shape[0] * b.data.shape[1]
+    add("flops", flops)
+    by_program[f"{kernel} {branch}".strip()][program] += flops
+
+
 Builder = interpreter.InterpreterBuilder
 wrap(interpreter.GridExecutor, "__call__", enter)
-wrap(
-    Builder, "create_dot", lambda self, a, b, *_: add("flops", 2 * a.data.shape[0] * b.data.shape[0] * b.data.shape[1])
-)
+wrap(Builder, "set_grid_idx", begin)
+wrap(Builder, "create_dot", multiply)
 wrap(Builder, "create_exp2", lambda self, x: add("exponentials", x.data.size))
 wrap(
     Builder, "create_masked_load",
@@ -115,12 +128,15 @@ def compared(sizes: LaunchSizes, overlap: SelectionOverlap) -> dict[str, dict[st
     ):
         for work in (*module.forward(*about), *module.backward(*about)):
             modelled[work.name].update(
-                flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes, inner_trips=work.inner_trips
-            )
+                flops=work.flops, exponentials=work.exponentials, bytes=work.l2_bytes, inner_trips=work.inner_trips,
+                tail=0.0 if work.programs is None else tail_of(work.programs.tolist(), UNITS),
+            )  # fmt: skip
     assert counted.keys() >= modelled.keys(), (sorted(counted), sorted(modelled))
+    figures = "flops", "exponentials", "bytes", "inner_trips", "tail"
+    for name, flops in by_program.items():
+        counted[name]["tail"] = tail_of([flops[place] for place in sorted(flops)], UNITS)
     return {  # a kernel that is not modelled has no operations and no bytes
-        name: {what: [counts[what], modelled[name][what]] for what in ("flops", "exponentials", "bytes", "inner_trips")}
-        for name, counts in counted.items()
+        name: {what: [counts[what], modelled[name][what]] for what in figures} for name, counts in counted.items()
     }
 
 
@@ -137,7 +153,7 @@ PLANTED = {
     "tiles of keys are cut off": (
         range_kernels,
         "query_tile_trips",
-        lambda sizes, branch, tiles: (sizes.rows // tiles.m, 0),
+        lambda sizes, branch, tiles: (torch.tensor([sizes.rows // tiles.m]), 0),
     ),
     "queries that see a tile are forgotten": (
         range_kernels,
@@ -154,6 +170,16 @@ PLANTED = {
         SelectionOverlap,
         "masked_trips",
         lambda self, piece, m, *_: trips(self, piece, m)[0],
+    ),
+    "the first queries start first": (
+        range_kernels,
+        "query_tile_trips",
+        lambda *a: (query_trips(*a)[0].flip(0), query_trips(*a)[1]),
+    ),
+    "the last keys start first": (
+        range_kernels,
+        "key_tile_trips",
+        lambda *a: (key_trips(*a)[0].flip(1), *key_trips(*a)[1:]),
     ),
     "no step for what earlier blocks give": (range_kernels, "select_tile", lambda sizes: (select_tile(sizes)[0], 0)),
     "readers of a block are rows already": (

@@ -17,7 +17,7 @@ from proofs.perf_model.dense import dense_s, stretch
 from proofs.perf_model.gpus import GPUS, SCHEDULERS, gpu_named
 from proofs.perf_model.group_centric import group_centric_forward
 from proofs.perf_model.instruction_counts import HMMA_FLOPS, count, count_instructions, parse
-from proofs.perf_model.prediction import time_of
+from proofs.perf_model.prediction import tail_of, time_of
 from proofs.perf_model.work import KernelWork, LaunchSizes
 from tests import fork_server
 
@@ -47,6 +47,19 @@ def test_a_kernel_takes_its_slowest_bound():
     assert time_of(A100, "bf16", replace(work, flops=1e9, launches=10_000), None).bound == "launch"
     assert time_of(A100, "bf16", replace(work, flops=1e9, scanned=1e7), None).bound == "scan"
     assert time_of(A100, "bf16", replace(work, flops=1e9, sorted_keys=1e9), None).bound == "sort"
+
+
+def test_a_grid_takes_as_long_as_its_last_program():
+    """Programs start in order where a unit is free: long ones at the end leave the others waiting."""
+    assert tail_of([3, 2, 1], 3) == 3 / 2
+    assert tail_of([1, 1, 2, 2], 2) == 1
+    assert tail_of([2, 1, 1, 4], 2) == 6 / 4 > tail_of([4, 2, 1, 1], 2) == 1
+    assert tail_of([], 2) == tail_of([0, 0], 2) == 1
+    work = KernelWork("w", False, 1, flops=1e12, exponentials=1e9, hbm_bytes=1e9)
+    alike, one = (time_of(A100, "bf16", replace(work, programs=p), None) for p in (torch.ones(2 * 108), torch.ones(1)))
+    assert alike.seconds == time_of(A100, "bf16", work, None).seconds
+    assert one.seconds == pytest.approx(108 * alike.seconds)
+    assert one.bounds_s["memory"] == alike.bounds_s["memory"]
 
 
 def test_a_cache_too_small_for_what_is_shared_costs_memory():
@@ -84,6 +97,7 @@ def test_a_prediction_adds_up(base_overlap):
         k.seconds for k in both.kernels if not k.backward)  # fmt: skip
     assert both.ratio == both.dense_seconds / both.seconds
     assert both.dense_seconds > forward.dense_seconds
+    assert both.ratio_with_host(both.seconds / 2) == both.ratio == 2 * both.ratio_with_host(2 * both.seconds)
     plain, slower = (
         predicted("h100", base_overlap[4096], as_triton=t, backward=True, launch_s=0.0) for t in (False, True)
     )
@@ -193,8 +207,9 @@ def test_tensor_instructions_of_a_turn_are_the_modelled_ones():
     timed = time_of(A100, "bf16", work, counts)
     assert timed.bounds_s["instructions"] == pytest.approx(
         (counts.instructions * (work.trips - work.inner_trips) + counts.inner_instructions * work.inner_trips)
-        / (SCHEDULERS * 108 * 1.41e9)
-    )
+        * timed.tail / (SCHEDULERS * 108 * 1.41e9)
+    )  # fmt: skip
+    assert timed.tail > 1  # few pieces for so many units
     assert 0 < work.inner_trips < work.trips
     assert counts.inner_instructions < 0.9 * counts.instructions
     assert count_instructions("selected_forward", BASE, "gfx942") is None
@@ -224,4 +239,5 @@ def test_every_output_says_that_it_is_modelled(tmp_path):
         assert "modelled" in text.lower()
     for table in (done.stdout, tables):
         assert table.count("modelled kernel") == 1
+        assert "with host" in table
     assert "selected_forward" in done.stdout

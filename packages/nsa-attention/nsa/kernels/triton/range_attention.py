@@ -280,7 +280,8 @@ def range_dkv_kernel(
     K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, V: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    tile, part = tl.program_id(0), tl.program_id(2)
+    # All parts of a tile before the next one: of keys that grow visible with time, later tiles have fewer readers.
+    tile, part = tl.program_id(0) // n_parts, tl.program_id(0) % n_parts
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
     at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = at < T
@@ -458,7 +459,7 @@ class _RangeBackward:
             self.dout, self.q, k, v, lo, hi, self.lse, self.delta, *sums, seen_first, seen_end, self.scale,
             S, T, n_tiles, parts, *self.strides,
         )  # fmt: skip
-        launch = Launch(range_dkv_kernel, (n_tiles, B * G, parts), arguments, constants)
+        launch = Launch(range_dkv_kernel, (n_tiles * parts, B * G), arguments, constants)
         return launch, (*sums, dk, dv, B * T * G, parts), (dk, dv)
 
 

@@ -32,6 +32,7 @@ from nsa.kernels.triton.tile import (
     dot,
     group_at,
     load_rows,
+    longest_first,
     row_strides,
     rows_contiguous,
 )
@@ -85,7 +86,7 @@ def select_kernel(
 
     R is no constant: six heads unrolled need more registers than there are.
     """
-    tile, b, g = tl.program_id(0), tl.program_id(1) // G, tl.program_id(1) % G
+    tile, b, g = longest_first(), tl.program_id(1) // G, tl.program_id(1) % G
     query = (tile * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)
     ok = query < S
     bounds = b.to(tl.int64) * S + query

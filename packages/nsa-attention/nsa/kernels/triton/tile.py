@@ -161,12 +161,18 @@ def heads_of(S, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def longest_first():
+    """The tile of queries of this program, the last one first: it sees the most keys, and programs start in order."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def heads_with_range(lo, hi, S, T, G: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Like `heads_of`, with the range of keys [lo, hi) that each query head sees.
+    """Like `heads_of`, with the range of keys [lo, hi) that each query head sees; the last queries first.
 
     The batch is an int32 here, widened where it is multiplied: as an int64 it cost registers in every range kernel.
     """
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = longest_first() * BLOCK_M + tl.arange(0, BLOCK_M)
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
     query, head, ok = (row // R).to(tl.int64), row % R, row < S * R
     bounds = b.to(tl.int64) * S + query
