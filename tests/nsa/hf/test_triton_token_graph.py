@@ -1,5 +1,6 @@
 """Tokens decoded from a captured graph are those decoded one by one. A stand-in for graphs, kernels interpreted."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="it is in the dev extra")
 if "triton" not in RUN_HERE:
     pytest.skip("runs under TRITON_INTERPRET=1", allow_module_level=True)
 from nsa.kernels.triton import decode
-from tests.nsa.hf.recorded_graph import recorded_graphs
+from tests.nsa.hf.recorded_graph import recorded_graphs, recording
 
 NEW = 6  # a compressed block of either row ends among replayed ones, and a page of one
 
@@ -107,6 +108,27 @@ def test_a_capture_that_fails_is_told_and_decoding_goes_on(monkeypatch, caplog):
         got = generated(model, ids).sequences
     assert torch.equal(got, want)
     assert caplog.text.count("CUDA graph") == 1
+
+
+def test_a_capture_that_fails_at_its_end_counts_no_token(monkeypatch):
+    """The token runs once more, as written: the host counts it once, and the cache has room for the next one."""
+    model, ids = stepping_model(num_hidden_layers=1), prompts(1, 10)
+    cache = StaticCache(config=model.config, max_cache_len=13)
+
+    @contextmanager
+    def fails(graph, **options):
+        with recording(graph, **options):
+            yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    with recorded_graphs() as graphs, monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.cuda, "graph", fails)
+        model(ids, past_key_values=cache)
+        for _ in range(2):
+            model(ids[:, :1], past_key_values=cache)
+        assert graphs[0].launches
+    assert cache.layers[0]._cache.length_B.tolist() == [12]
+    assert cache.layers[0]._cache.has_room
 
 
 def test_a_replay_refuses_what_the_cache_has_no_room_for():

@@ -167,6 +167,15 @@ class LayerCache:
         """Whether the next token is known to fit, without reading lengths or handing out pages."""
         return self._headroom > 0 and self._longest < self.max_len
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """What the host knows without reading lengths: tokens of the longest row, and how many more need no page."""
+        return self._longest, self._headroom
+
+    @counted.setter
+    def counted(self, counted: tuple[int, int]) -> None:
+        self._longest, self._headroom = counted
+
     def count_token(self) -> None:
         """Count one more token per row on the host: refused, with nothing changed, if there is no room. `step` does it;
         a replayed step leaves it to its caller."""

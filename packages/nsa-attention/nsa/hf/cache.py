@@ -39,8 +39,14 @@ class TokenGraph:
         with torch.inference_mode(False):  # later passes may not be in that mode
             self._x_B1D = torch.empty_like(x_B1D)
         self._counted = True  # by `run`, which is captured for the first token to be replayed
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._out_B1D = run(self._x_B1D)
+        before = [cache.counted for cache in self._caches]
+        try:
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._out_B1D = run(self._x_B1D)
+        except RuntimeError:  # of CUDA: what was captured did not run
+            for cache, counted in zip(self._caches, before, strict=True):
+                cache.counted = counted
+            raise
 
     def fits(self, x_B1D: Tensor, caches: Sequence[LayerCache]) -> bool:
         """Whether it was captured for such a token over these very caches."""
