@@ -26,7 +26,7 @@ _HAY_HELP = "Text around far tasks: a file, or built-in (default: the held-out d
 _LM_EVAL_HELP = "Tasks of lm-evaluation-harness instead; more options are passed to it."
 _OUT_HELP = (
     "Results file (default: RUN/evaluations/stepN.json, EXPORTED_evaluations/stepN.json, or for --pretrained "
-    "./pretrained_evaluations/stepN.json)."
+    "./pretrained_evaluations/)."
 )
 _WIDEST = 1000
 HARNESS_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}

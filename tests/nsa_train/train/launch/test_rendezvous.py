@@ -1,6 +1,7 @@
 """Network access to a running `nsa launch`: real processes, their listening sockets, and an attack."""
 
 import base64
+import inspect
 import os
 import pickle
 import signal
@@ -225,6 +226,32 @@ def test_a_state_is_read_by_nodes_with_the_secret_only():
     for ask in (backend.get_state, lambda: backend.set_state(b"next", token)):
         with pytest.raises(RendezvousStateError):
             ask()
+
+
+def test_a_round_of_a_rendezvous_looks_for_no_source(monkeypatch):
+    """`inspect.stack` takes a second of CPU time where many modules are imported."""
+    calls = []
+    monkeypatch.setattr(inspect, "stack", lambda *_: calls.append(1) or [])
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "run", 1, 1, "127.0.0.1", timeout=30)
+    handler = rendezvous._SeveralNodes(params, "127.0.0.1", b"secret", lambda: None, lambda why: None)
+    assert handler.next_rendezvous().world_size == 1
+    handler.shutdown()
+    assert calls == []
+
+
+def test_events_of_a_rendezvous_are_named_as_by_torch():
+    def record() -> tuple[str, str]:
+        return rendezvous.method_name(), inspect.stack()[1].function
+
+    def caller() -> tuple[str, str]:
+        return record()
+
+    assert rendezvous.dynamic_rendezvous.get_method_name is rendezvous.method_name
+    assert caller() == ("caller", "caller")
 
 
 def _serve(port: int) -> None:
