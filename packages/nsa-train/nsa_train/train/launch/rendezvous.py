@@ -7,6 +7,7 @@ themselves nor read keys of earlier ranks.
 """
 
 import hmac
+import inspect
 import socket
 import sys
 import threading
@@ -55,7 +56,10 @@ def method_name(depth: int = 2) -> str:
     torch asks for it twice in every round of a rendezvous, for a log that is off. A round lasted so long on a busy
     machine that nodes kept overwriting each other's state: two of them took two minutes and 37 s of CPU time to meet.
     """
-    return sys._getframe(depth).f_code.co_name
+    frame = inspect.currentframe()
+    for _ in range(depth):
+        frame = frame and frame.f_back
+    return frame.f_code.co_name if frame else "no_method_name"
 
 
 dynamic_rendezvous.get_method_name = method_name
